@@ -1,0 +1,53 @@
+# `make train` and `make test` do everything on a fresh machine; the other targets are listed by `make help`.
+PYTHON ?= python3
+VENV   ?= .venv
+# Which torch the set-up takes, see README "CPU or CUDA". Left alone when it is already in the environment.
+TORCH  ?= torch==2.13.0
+ARGS   ?=
+
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup train bench test lint cold-start results clean
+
+help:
+	@echo "make train       set up, train the default recipe (about 10 minutes on 2 cores), show the result"
+	@echo "make test        set up, lint, type-check and run the tests"
+	@echo "make bench       score the newest run on the embedded held-out benchmarks"
+	@echo "make cold-start  rebuild the cold-start model that comes with the package"
+	@echo "make results     the figures of docs/results.md: 3 seeds and the good-habit reference"
+	@echo "Arguments go through ARGS, e.g. make train ARGS='--seed 1 --set steps=40'"
+
+setup: $(STAMP)
+
+# torch first and alone, so that nothing else chooses its build; constraints.txt makes two machines equal.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade "pip>=25"
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[models,server,dev]"
+	touch $@
+
+train: setup
+	$(BIN)/python -m trainer.run $(ARGS)
+
+bench: setup
+	$(BIN)/python -m eval.bench $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+cold-start: setup
+	$(BIN)/python -m trainer.cold_start $(ARGS)
+
+results: setup
+	$(BIN)/python -m benchmarks.results $(ARGS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info
