@@ -1,0 +1,163 @@
+"""Supervised start: a small model learns to play like the teacher, habits included.
+
+`python -m trainer.cold_start` rebuilds the model that comes with the package. Left out on purpose: evaluation
+during training (the run measures the cold start anyway), early stopping, and any loss on prompt tokens: with the
+prompts trained too, small models continued their memory by copying the prompt's format.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from agent.prompts import PromptBuilder
+from trainer.config import ColdStartConfig
+from trainer.teacher import Episode, Example, copying_example, rename, scoring_examples, turn_examples
+
+Progress = Callable[[int, int, float], None]
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """One example as tokens; positions ``start`` and later are trained."""
+
+    ids: list[int]
+    start: int
+
+
+class ExampleStream:
+    """Endless batches of examples, drawn with a seed.
+
+    Args:
+        words: the words that names are replaced with and lists are made of.
+    """
+
+    def __init__(
+        self,
+        episodes: Sequence[Episode],
+        words: Sequence[str],
+        tokenizer: object,
+        prompts: PromptBuilder,
+        config: ColdStartConfig,
+        seed: int,
+    ) -> None:
+        self.episodes, self.words, self.tokenizer, self.prompts, self.config = (
+            episodes,
+            words,
+            tokenizer,
+            prompts,
+            config,
+        )
+        self.rng = np.random.default_rng([seed, 0xC01D])
+
+    def batches(self) -> Iterator[list[TokenRow]]:
+        """One batch of about ``tokens_per_step`` tokens for each step."""
+        for step in range(self.config.steps):
+            copying = self.config.copying if step < self.config.copying_until * self.config.steps else 0.0
+            rows: list[TokenRow] = []
+            room = self.config.tokens_per_step
+            while room > 0:
+                fresh = [self._row(example) for example in self._draw(copying)]
+                rows += fresh
+                room -= sum(len(row.ids) for row in fresh)
+            yield rows
+
+    def _draw(self, copying: float) -> list[Example]:
+        if self.rng.random() < copying:
+            return [copying_example(self.words, self.rng) for _ in range(4)]
+        episode = self.episodes[int(self.rng.integers(len(self.episodes)))]
+        if self.rng.random() < self.config.renamed:
+            episode = rename(episode, self.words, self.rng)
+        if self.rng.random() < self.config.scoring:
+            return scoring_examples(episode, self.rng)
+        return turn_examples(episode)
+
+    def _row(self, example: Example) -> TokenRow:
+        encode = self.tokenizer.encode  # type: ignore[attr-defined]
+        prompt = [
+            *self.prompts.build(example.prompt),
+            *(encode(example.prefix, add_special_tokens=False) if example.prefix else []),
+        ]
+        return TokenRow(prompt + encode(example.completion, add_special_tokens=False), len(prompt))
+
+
+def train(
+    model: torch.nn.Module,
+    stream: ExampleStream,
+    config: ColdStartConfig,
+    progress: Progress | None = None,
+) -> list[float]:
+    """Minimise the mean negative log-likelihood of response tokens; returns the loss of each step (nats/token)."""
+    optimizers = _optimizers(model, config)
+    losses: list[float] = []
+    model.train()
+    for step, rows in enumerate(stream.batches()):
+        scale = _schedule(step, config.steps)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak_lr"] * scale
+        denominator = sum(len(row.ids) - row.start for row in rows)
+        total = 0.0
+        for batch in _by_length(rows):
+            loss = _summed_loss(model, batch) / denominator
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        losses.append(total)
+        if progress is not None:
+            progress(step + 1, config.steps, total)
+    model.eval()
+    return losses
+
+
+def _schedule(step: int, steps: int) -> float:
+    """Warm-up over 2 %, constant, then a linear fall to 0 over the last 40 %."""
+    warm_up, fall = max(1, steps // 50), max(1, int(steps * 0.4))
+    return min(1.0, (step + 1) / warm_up, max(0.02, (steps - step) / fall))
+
+
+def _optimizers(model: torch.nn.Module, config: ColdStartConfig) -> list[torch.optim.Optimizer]:
+    """Muon on the hidden matrices, AdamW on embeddings, norms and biases."""
+    hidden, rest = [], []
+    for name, parameter in model.named_parameters():
+        matrix = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
+        (hidden if matrix else rest).append(parameter)
+    muon = torch.optim.Muon(hidden, lr=config.muon_lr, weight_decay=0.01)
+    adam = torch.optim.AdamW(rest, lr=config.adam_lr, betas=(0.9, 0.98), weight_decay=0.0)
+    for optimizer, peak in ((muon, config.muon_lr), (adam, config.adam_lr)):
+        for group in optimizer.param_groups:
+            group["peak_lr"] = peak
+    return [muon, adam]
+
+
+def _by_length(rows: Sequence[TokenRow], rows_per_batch: int = 24) -> Iterator[list[TokenRow]]:
+    ordered = sorted(rows, key=lambda row: len(row.ids))
+    for start in range(0, len(ordered), rows_per_batch):
+        yield ordered[start : start + rows_per_batch]
+
+
+def _summed_loss(model: torch.nn.Module, rows: Sequence[TokenRow]) -> Tensor:
+    width = max(len(row.ids) for row in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    trained = torch.zeros(len(rows), width, dtype=torch.bool)
+    for index, row in enumerate(rows):  # right padding: causal attention never sees it
+        ids[index, : len(row.ids)] = torch.tensor(row.ids)
+        trained[index, row.start : len(row.ids)] = True
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[operator]
+    at = trained[:, 1:]  # the token at t is predicted from t - 1
+    logits = model.lm_head(hidden[:, :-1][at])  # type: ignore[operator]
+    return functional.cross_entropy(logits, ids[:, 1:][at], reduction="sum")
+
+
+def perplexity(losses: Sequence[float], last: int = 50) -> float:
+    tail = losses[-last:]
+    return math.exp(sum(tail) / len(tail))
