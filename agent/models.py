@@ -1,0 +1,178 @@
+"""Models from a Hugging Face folder, a hub id or a GGUF file, and back into a plain folder.
+
+Weights come from safetensors or GGUF only: never a pickle, never code from a repository.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from envs.errors import UserError
+
+_AS_SAVED = ("TokenizersBackend", "PreTrainedTokenizerFast")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its tokenizer.
+
+    Attributes:
+        name: the folder's or file's name, or the hub id.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the weights as loaded; computed on first use (about a second a gigabyte)."""
+        return weights_fingerprint(self.model)
+
+
+def weights_fingerprint(model: torch.nn.Module) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of all weights, 16 hex digits; tied weights count once."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.named_parameters()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def load_model(
+    path_or_id: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> LoadedModel:
+    """Load a causal language model and its tokenizer, ready to generate (eval mode).
+
+    Args:
+        path_or_id: a folder with ``config.json`` and ``*.safetensors``, a ``.gguf`` file (dequantised to `dtype`),
+            a folder with one ``.gguf`` file, or a hub id such as ``Qwen/Qwen2.5-7B``.
+
+    Raises:
+        UserError: nothing there, a folder without a model, weights in pickles only, an unknown architecture.
+    """
+    source = str(path_or_id)
+    path = Path(source).expanduser()
+    gguf = _gguf_file(path)
+    if gguf is not None:
+        return _load(str(gguf.parent), gguf.stem, dtype, device, gguf_file=gguf.name)
+    if path.is_dir():
+        _check_folder(path)
+        return _load(str(path), path.resolve().name, dtype, device)
+    if path.exists():
+        raise UserError(f"model {source!r} is a file; a folder, a .gguf file or a hub id is needed")
+    if source.count("/") != 1 or source.startswith((".", "/", "~")):
+        raise UserError(f"model folder {source!r} does not exist (a hub id has the form 'owner/name')")
+    return _load(source, source, dtype, device)
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> Path:
+    """Write a plain folder that any tool loads (config, safetensors, tokenizer, chat template).
+
+    The folder is complete or absent: everything is written aside and flushed to the disk, then renamed into place; a folder that
+    is there already is replaced.
+    """
+    target = Path(folder)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        for file in aside.iterdir():
+            _flush(file)
+        _flush(aside)
+        aside.chmod(0o755)
+        if target.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
+            os.replace(target, old / "model")
+            os.replace(aside, target)
+            shutil.rmtree(old)
+        else:
+            os.replace(aside, target)
+        _flush(target.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return target
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _gguf_file(path: Path) -> Path | None:
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise UserError(f"GGUF file {str(path)!r} does not exist")
+        return path
+    if path.is_dir() and not (path / "config.json").exists():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) > 1:
+            names = ", ".join(file.name for file in files)
+            raise UserError(f"folder {str(path)!r} holds {len(files)} GGUF files ({names}); name one of them")
+        return files[0] if files else None
+    return None
+
+
+def _check_folder(path: Path) -> None:
+    if not (path / "config.json").is_file():
+        raise UserError(f"folder {str(path)!r} holds no model: config.json is missing")
+    if not any(path.glob("*.safetensors")):
+        pickles = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern)]
+        what = f"only {pickles[0]} (a pickle, not loaded for safety)" if pickles else "no weights"
+        raise UserError(f"folder {str(path)!r} holds {what}; *.safetensors files are needed")
+
+
+def _load(
+    source: str, name: str, dtype: torch.dtype, device: str | torch.device, gguf_file: str | None = None
+) -> LoadedModel:
+    extra = {"gguf_file": gguf_file} if gguf_file else {}
+    try:
+        tokenizer = _load_tokenizer(source, extra)
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            trust_remote_code=False,
+            use_safetensors=None if gguf_file else True,
+            **extra,
+        )
+    except ImportError as error:
+        raise UserError(f"model {name!r} needs a package that is not installed: {error}") from error
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"model {name!r} cannot be loaded: {reason}") from error
+    return LoadedModel(model.to(device).eval(), tokenizer, name)
+
+
+def _load_tokenizer(source: str, extra: dict[str, str]) -> PreTrainedTokenizerBase:
+    """The tokenizer exactly as saved.
+
+    AutoTokenizer replaces the saved pre-tokenizer of a qwen2 folder by Qwen2's own and adds a normalizer, unless
+    the class says what it is; a tokenizer saved as the generic class is loaded as such.
+    """
+    config = Path(source) / "tokenizer_config.json"
+    if not extra and config.is_file():
+        declared = json.loads(config.read_text(encoding="utf-8")).get("tokenizer_class")
+        if declared in _AS_SAVED and (Path(source) / "tokenizer.json").is_file():
+            return PreTrainedTokenizerFast.from_pretrained(source)
+    return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **extra)
