@@ -1,0 +1,63 @@
+"""Words, clauses and leaks: pure text rules that the world is built and filtered with."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+# What a bag-of-words search drops, and question words: they tell no passage from another.
+STOP_WORDS = frozenset(
+    ["a", "an", "and", "are", "as", "at", "be", "but", "by", "for", "from", "has", "have", "if", "in", "into", "is", "it", "its", "no", "not", "of", "on", "or", "such", "that", "the", "their", "then", "there", "these", "they", "this", "to", "was", "were", "what", "when", "where", "which", "who", "whose", "will", "with"]
+)
+_WORD = re.compile(r"\w+")
+_CLAUSE_END = re.compile(r"(?<=[;.!?])\s+|(?<=,)\s+(?=[a-z0-9])")
+
+
+def words(text: str) -> list[str]:
+    """Lower-case words in order, accents folded, an apostrophe inside a word dropped."""
+    folded = unicodedata.normalize("NFKD", text.lower().replace("'", "").replace("’", ""))
+    return _WORD.findall("".join(char for char in folded if not unicodedata.combining(char)))
+
+
+def content_words(text: str) -> frozenset[str]:
+    """The words that a search can go by."""
+    return frozenset(word for word in words(text) if word not in STOP_WORDS)
+
+
+def fold(text: str) -> str:
+    """The text without accents, e.g. ``São Tomé`` -> ``Sao Tome``."""
+    return "".join(char for char in unicodedata.normalize("NFKD", text) if not unicodedata.combining(char))
+
+
+def contains_words(text: str, part: str) -> bool:
+    """Whether the words of ``part`` stand in ``text`` one after the other."""
+    return f" {' '.join(words(part))} " in f" {' '.join(words(text))} "
+
+
+def leaks(answer: str, question: str, prefix: int = 4) -> bool:
+    """Whether the question gives the answer away: each content word is there, or starts like one there.
+
+    ``Mexico City`` leaks in a question about Mexico only if ``City`` does too; ``Luxembourg`` always does.
+    """
+    asked = content_words(question)
+    answered = content_words(answer)
+    if not answered:
+        return contains_words(question, answer)
+
+    def given(word: str) -> bool:
+        return word in asked or (
+            len(word) >= prefix
+            and any(other.startswith(word[:prefix]) for other in asked if len(other) >= prefix)
+        )
+
+    return all(given(word) for word in answered)
+
+
+def clauses(text: str) -> list[str]:
+    """The text cut at the ends of sentences and clauses, each with its closing mark."""
+    return [clause.strip() for clause in _CLAUSE_END.split(text) if clause.strip()]
+
+
+def slug(text: str) -> str:
+    """``Côte d'Ivoire`` -> ``cote-divoire``."""
+    return "-".join(words(text))
