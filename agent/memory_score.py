@@ -1,0 +1,302 @@
+"""P_mem and P_full: how likely the policy finds the gold answer given a memory alone, or given the whole transcript.
+
+For turn t of a trajectory, with the weights that sampled it (MemPO, arXiv 2603.00680):
+
+    P_mem(t)  = exp(mean over answer tokens of log pi(a_l | question, mem_t, a_<l))
+    P_full(t) = the same with the transcript of the steps before t instead of the memory (turn 1: the question alone)
+
+What no source states, and is decided here:
+
+- The policy reads the context as it reads an observation: the user's message of the chat template, then the
+  beginning of a reply, ``<answer>``. The gold stands there in the form it has inside ``<answer>`` (several
+  objectives joined with "; "). Neither ``<answer>`` nor the closing tag is scored.
+- Temperature 1, whatever the rollouts were sampled with: P is a probability under the model.
+- Of several aliases the most likely one counts, for each context on its own. With several objectives one objective
+  at a time takes its aliases while the others keep their first (`agent.score_context.answer_forms`).
+- A step is the completion's text as the policy wrote it and the information it got. Chat control tokens in it are
+  left out: they would end the user's message.
+- A transcript over the window loses its oldest steps, a memory over it the end of its text; both are counted.
+
+All turns of a trajectory are scored in one pass over a token tree (`agent.score_tree`), so the tokens computed grow
+linearly with the number of turns; equal contexts of a group are computed once.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from agent.score_context import (
+    ANSWER_PREFIX,
+    Segment,
+    Segments,
+    answer_forms,
+    chat_renderer,
+    frame,
+    memory_block,
+    memory_context,
+    question_line,
+    step_text,
+    transcript_context,
+)
+from agent.score_forward import Means, score_sequences, score_trees, sliding_window, text_config, why_no_trees
+from agent.score_tree import Ids, Query, build_row, plan_rows
+from agent.trajectory import Group, Trajectory
+from envs.errors import UserError
+
+__all__ = ["MemoryScore", "MemoryScorer", "ScoreReport", "memory_context", "step_text", "transcript_context"]
+
+
+@dataclass(frozen=True)
+class MemoryScore:
+    """Scores of one turn, both in [0, 1].
+
+    Attributes:
+        p_mem: None when the turn has no memory.
+        p_full: of the transcript before the turn.
+        cut: the transcript did not fit into the window and lost its oldest steps.
+    """
+
+    p_mem: float | None
+    p_full: float
+    cut: bool = False
+
+
+@dataclass
+class ScoreReport:
+    """What one call of `MemoryScorer.score` did.
+
+    Attributes:
+        transcripts, transcripts_cut, steps_lost: contexts of P_full; those over the window; steps they lost.
+        memories, memories_cut: contexts of P_mem; those over the window.
+        contexts: contexts computed, after equal ones of a group were joined.
+        tokens: tokens computed (padding not counted).
+        tokens_apart: what the same contexts take as separate sequences.
+        fallback: why no tree was used, or None.
+    """
+
+    transcripts: int = 0
+    transcripts_cut: int = 0
+    steps_lost: int = 0
+    memories: int = 0
+    memories_cut: int = 0
+    contexts: int = 0
+    tokens: int = 0
+    tokens_apart: int = 0
+    fallback: str | None = None
+
+
+@dataclass(frozen=True)
+class _TurnKeys:
+    """Where to look a turn's scores up."""
+
+    mem: Hashable | None
+    full: Hashable
+    cut: bool
+
+
+class MemoryScorer:
+    """Scores all turns of all trajectories of groups.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer; its chat template makes the prompt.
+        system: system prompt of the rollouts; empty for none.
+        render: user text -> whole prompt text, where not the tokenizer's chat template makes it.
+        token_budget: padded tokens of one forward pass.
+        window: longest context with its answer, in tokens; None: as the model's configuration says.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        system: str = "",
+        render: Callable[[str], str] | None = None,
+        token_budget: int = 8192,
+        window: int | None = None,
+    ) -> None:
+        if token_budget < 1:
+            raise UserError(f"token_budget is {token_budget}; at least 1 token is needed")
+        self.token_budget, self.window = token_budget, window
+        self.report = ScoreReport()
+        self._tokenizer = tokenizer
+        self._head, self._tail = frame(render or chat_renderer(tokenizer, system))
+        self._refusals: WeakKeyDictionary[torch.nn.Module, dict[bool, str | None]] = WeakKeyDictionary()
+
+    def score(self, model: torch.nn.Module, groups: Sequence[Group]) -> list[list[list[MemoryScore]]]:
+        """P_mem and P_full by group, trajectory and turn.
+
+        Args:
+            model: a causal model of transformers, with the weights that sampled the groups. Dropout is off while
+                it scores, its mode is left as it was, and nothing carries a gradient.
+
+        Raises:
+            UserError: a question that does not fit into the window with its answer, or a blank gold.
+        """
+        self.report = ScoreReport()
+        segments = Segments(self._tokenizer)
+        contexts = [
+            _GroupContexts(index, group, self._head, self._tail, segments) for index, group in enumerate(groups)
+        ]
+        segments.encode()
+        window = _window(model, self.window)
+        units = [unit for group in contexts for unit in group.build(window, self.report)]
+        best = {key: math.exp(max(means)) for key, means in self._means(model, units).items()}
+        return [
+            [
+                [
+                    MemoryScore(None if turn.mem is None else best[turn.mem], best[turn.full], turn.cut)
+                    for turn in turns
+                ]
+                for turns in group.keys
+            ]
+            for group in contexts
+        ]
+
+    def _means(self, model: torch.nn.Module, units: Sequence[Sequence[Query]]) -> Means:
+        queries = [query for unit in units for query in unit]
+        if not queries:
+            return {}
+        self.report.contexts = len(queries)
+        self.report.tokens_apart = sum(query.tokens for query in queries)
+        with _evaluating(model):
+            self.report.fallback = self._refusal(model, max(query.depth for query in queries))
+            if self.report.fallback is not None:
+                self.report.tokens = self.report.tokens_apart
+                return score_sequences(model, queries, self.token_budget)
+            rows = [build_row(row) for row in plan_rows(units, self.token_budget)]
+            self.report.tokens = sum(map(len, rows))
+            return score_trees(model, rows, self.token_budget)
+
+    def _refusal(self, model: torch.nn.Module, longest: int) -> str | None:
+        """Why the model takes no tree; asked once for each model, and once more when a sliding window begins to bite."""
+        window = sliding_window(text_config(model))
+        beyond = window is not None and longest > window
+        known = self._refusals.setdefault(model, {})
+        if beyond not in known:
+            known[beyond] = why_no_trees(model, longest)
+            if known[beyond] is not None:
+                warnings.warn(
+                    f"memory scores of {type(model).__name__} are computed one context at a time, slower: "
+                    f"{known[beyond]}",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+        return known[beyond]
+
+
+class _GroupContexts:
+    """All contexts of one group: texts are handed over at construction, queries built when they are encoded."""
+
+    def __init__(self, index: int, group: Group, head: str, tail: str, segments: Segments) -> None:
+        self._index, self._group, self._segments = index, group, segments
+        task = group.task
+        forms = answer_forms(task.golds)
+        if not forms:
+            raise UserError(f"task {task.id!r}: its gold answers are blank; nothing can be scored")
+        self._question = segments.add(head + question_line(task.question), after="")
+        self._tail = segments.add(tail, after=segments.inside)
+        self._prefix = segments.add(ANSWER_PREFIX, after=segments.inside)
+        self._close = segments.add("</mem>", after=segments.inside)
+        self._forms = [segments.add(form, after=ANSWER_PREFIX) for form in forms]
+        self._memories: list[list[Segment | None]] = []
+        self._steps: list[list[tuple[Segment, Segment]]] = []
+        for trajectory in group.trajectories:
+            self._memories.append([self._memory(turn.memory) for turn in trajectory.turns])
+            self._steps.append(self._transcript(trajectory))
+        self.keys: list[list[_TurnKeys]] = []
+        self._done: set[Hashable] = set()
+
+    def _memory(self, memory: str | None) -> Segment | None:
+        if memory is None:
+            return None
+        return self._segments.add(memory_block(self._segments.clean(memory)), after=self._segments.inside)
+
+    def _transcript(self, trajectory: Trajectory) -> list[tuple[Segment, Segment]]:
+        """Each step before the last turn in two forms: as the end of a context, and with more after it."""
+        add, inside = self._segments.add, self._segments.inside
+        texts = [self._segments.clean(step_text(turn.text, turn.information)) for turn in trajectory.turns[:-1]]
+        return [(add(text, inside), add(text + "\n", inside)) for text in texts]
+
+    def build(self, window: int | None, report: ScoreReport) -> list[list[Query]]:
+        """Queries of each trajectory that no earlier trajectory of the group has asked."""
+        ids = self._segments
+        end = np.concatenate([ids[self._tail], ids[self._prefix]])
+        answers = tuple(ids[form] for form in self._forms)
+        room: float = math.inf
+        if window is not None:
+            room = window - len(ids[self._question]) - len(end) - max(len(answer) for answer in answers) + 1
+        if room < 0:
+            raise UserError(
+                f"task {self._group.task.id!r}: question and answer need {int(window - room)} tokens, the window has {window}"
+            )
+        units: list[list[Query]] = []
+        for memories, steps in zip(self._memories, self._steps, strict=True):
+            unit: list[Query] = []
+
+            def ask(key: Hashable, parts: Sequence[Ids], unit: list[Query] = unit) -> Hashable:
+                key = (self._index, key)
+                if key not in self._done:
+                    self._done.add(key)
+                    unit.append(Query(key, np.concatenate([ids[self._question], *parts, end]), answers))
+                return key
+
+            mem = [
+                None if memory is None else ask(("mem", memory), [self._fit_memory(memory, room, report)])
+                for memory in memories
+            ]
+            turns: list[_TurnKeys] = []
+            for turn in range(len(memories)):
+                shown = self._fit_steps(steps[:turn], room, report)
+                parts = [ids[more] for _, more in shown[:-1]] + [ids[last] for last, _ in shown[-1:]]
+                full = ask(("full", *(last for last, _ in shown)), parts)
+                turns.append(_TurnKeys(mem[turn], full, cut=len(shown) < turn))
+            self.keys.append(turns)
+            units.append(unit)
+        return units
+
+    def _fit_memory(self, memory: Segment, room: float, report: ScoreReport) -> Ids:
+        ids, close = self._segments[memory], self._segments[self._close]
+        report.memories += 1
+        if len(ids) <= room:
+            return ids
+        report.memories_cut += 1
+        return np.concatenate([ids[: max(0, int(room) - len(close))], close[: int(room)]])
+
+    def _fit_steps(
+        self, steps: list[tuple[Segment, Segment]], room: float, report: ScoreReport
+    ) -> list[tuple[Segment, Segment]]:
+        """The newest steps that fit into ``room`` tokens."""
+        report.transcripts += 1
+        taken = 0
+        for count, (last, more) in enumerate(reversed(steps)):
+            taken += len(self._segments[last if count == 0 else more])
+            if taken > room:
+                report.transcripts_cut += 1
+                report.steps_lost += len(steps) - count
+                return steps[len(steps) - count :]
+        return steps
+
+
+def _window(model: torch.nn.Module, given: int | None) -> int | None:
+    limits = [given, getattr(text_config(model), "max_position_embeddings", None)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
