@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 from envs.retrieval.base import Passage
 from envs.tasks.factbook.facts import Fact
@@ -46,7 +45,13 @@ def single_hop(fact: Fact, profile: str) -> Task:
     """``What is the capital of Poland?``; the query is the question's own words."""
     asked = f"{fact.relation.phrase} of {fact.country.name}"
     question = f"What is the {asked}?"
-    hop = {"question": question, "query": asked, "answer": fact.answer, "passage": passage_id(fact)}
+    hop = {
+        "question": question,
+        "query": asked,
+        "answer": fact.answer,
+        "title": fact.country.name,
+        "passage": passage_id(fact),
+    }
     return Task(
         id=f"{profile}/{passage_id(fact)}",
         questions=(question,),
@@ -64,6 +69,7 @@ def two_hop(key: Fact, fact: Fact, profile: str) -> Task:
         "question": f"Which is the {described}?",
         "query": described,
         "answer": key.country.name,
+        "title": key.country.name,
         "passage": passage_id(key),
     }
     second = single_hop(fact, profile).metadata["chain"][0]
@@ -87,10 +93,6 @@ def golds(fact: Fact) -> tuple[str, ...]:
     forms = [fact.answer, *fact.aliases]
     forms += [fold(form) for form in forms]
     return tuple(dict.fromkeys(form for form in forms if form and ";" not in form))
-
-
-def hops_of(task: Task) -> Sequence[Mapping[str, Any]]:
-    return task.metadata["chain"]
 
 
 def banned_words(facts: Iterable[Fact]) -> frozenset[str]:

@@ -7,7 +7,11 @@ import unicodedata
 
 # What a bag-of-words search drops, and question words: they tell no passage from another.
 STOP_WORDS = frozenset(
-    ["a", "an", "and", "are", "as", "at", "be", "but", "by", "for", "from", "has", "have", "if", "in", "into", "is", "it", "its", "no", "not", "of", "on", "or", "such", "that", "the", "their", "then", "there", "these", "they", "this", "to", "was", "were", "what", "when", "where", "which", "who", "whose", "will", "with"]
+    re.findall(
+        r"\w+",
+        "a an and are as at be but by for from has have if in into is it its no not of on or such that the "
+        "their then there these they this to was were what when where which who whose will with",
+    )
 )
 _WORD = re.compile(r"\w+")
 _CLAUSE_END = re.compile(r"(?<=[;.!?])\s+|(?<=,)\s+(?=[a-z0-9])")
