@@ -62,8 +62,8 @@ def load_model(
     """Load a causal language model and its tokenizer, ready to generate (eval mode).
 
     Args:
-        path_or_id: a folder with ``config.json`` and ``*.safetensors``, a ``.gguf`` file (dequantised to `dtype`),
-            a folder with one ``.gguf`` file, or a hub id such as ``Qwen/Qwen2.5-7B``.
+        path_or_id: a folder with ``config.json`` and ``*.safetensors``, a ``.gguf`` file (dequantised to
+            `dtype`), a folder with one ``.gguf`` file, or a hub id such as ``Qwen/Qwen2.5-7B``.
 
     Raises:
         UserError: nothing there, a folder without a model, weights in pickles only, an unknown architecture.
@@ -86,8 +86,8 @@ def load_model(
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> Path:
     """Write a plain folder that any tool loads (config, safetensors, tokenizer, chat template).
 
-    The folder is complete or absent: everything is written aside and flushed to the disk, then renamed into place; a folder that
-    is there already is replaced.
+    The folder is complete or absent: everything is written aside and flushed to the disk, then renamed into
+        place; a folder that is there already is replaced.
     """
     target = Path(folder)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -167,8 +167,8 @@ def _load(
 def _load_tokenizer(source: str, extra: dict[str, str]) -> PreTrainedTokenizerBase:
     """The tokenizer exactly as saved.
 
-    AutoTokenizer replaces the saved pre-tokenizer of a qwen2 folder by Qwen2's own and adds a normalizer, unless
-    the class says what it is; a tokenizer saved as the generic class is loaded as such.
+    AutoTokenizer replaces the saved pre-tokenizer of a qwen2 folder by Qwen2's own and adds a normalizer,
+    unless the class says what it is; a tokenizer saved as the generic class is loaded as such.
     """
     config = Path(source) / "tokenizer_config.json"
     if not extra and config.is_file():

@@ -1,8 +1,9 @@
 """From sampled ids to text and back to token ranges, exact to the byte.
 
-A completion is never decoded and encoded again: the text is the concatenation of each token's own bytes, so the
-character range of a memory block maps to a token range from the ids alone. Where the bytes are not valid UTF-8
-(a token can end inside a character) every stray byte becomes one U+FFFD, which keeps offsets exact.
+A completion is never decoded and encoded again: the text is the concatenation of each token's own bytes, so
+the character range of a memory block maps to a token range from the ids alone. Where the bytes are not
+valid UTF-8 (a token can end inside a character) every stray byte becomes one U+FFFD, which keeps offsets
+exact.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ REPLACEMENT = "\ufffd"
 class TokenBytes:
     """The bytes that each token id adds to a text.
 
-    Covers byte-level BPE (GPT-2, Qwen, Llama 3), byte-fallback pieces with a ``▁`` for the space (Llama 2, Gemma,
-    Mistral), word-level vocabularies, and any other tokenizer by decoding the token behind an anchor. Special
-    tokens count with their literal content. A leading space that some tokenizers strip at the start of a text is
-    kept: a completion continues a prompt.
+    Covers byte-level BPE (GPT-2, Qwen, Llama 3), byte-fallback pieces with a ``▁`` for the space (Llama 2,
+    Gemma, Mistral), word-level vocabularies, and any other tokenizer by decoding the token behind an
+    anchor. Special tokens count with their literal content. A leading space that some tokenizers strip at
+    the start of a text is kept: a completion continues a prompt.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -57,8 +58,8 @@ class TokenBytes:
         """Tokens whose bytes overlap the characters ``[start, end)`` of ``text(ids)``.
 
         Returns:
-            ``(first, last + 1)``; tokens without bytes belong to it only between two that do. None when the range
-            is empty.
+            ``(first, last + 1)``; tokens without bytes belong to it only between two that do. None when the
+            range is empty.
 
         Raises:
             ValueError: the range lies outside the text.
@@ -96,7 +97,8 @@ def memory_token_span(
 
     Args:
         ids: the completion as sampled.
-        char_span: ``[start, end)`` in ``token_bytes(tokenizer).text(ids)``, as ``envs.grammar.parse_turn`` gives it.
+        char_span: ``[start, end)`` in ``token_bytes(tokenizer).text(ids)``, as ``envs.grammar.parse_turn``
+            gives it.
     """
     return token_bytes(tokenizer).token_span(ids, char_span)
 
@@ -149,9 +151,8 @@ def _converter(tokenizer: PreTrainedTokenizerBase) -> Callable[[int, str], bytes
 
 
 def _by_anchor(tokenizer: PreTrainedTokenizerBase) -> Callable[[int, str], bytes]:
-    """Decode ``anchor token`` and take off the anchor's own text: no knowledge of the tokenizer's kind needed."""
-    anchor = tokenizer.encode("a", add_special_tokens=False)
-    own = str(tokenizer.decode(anchor))
+    """Decode ``anchor token`` and take off the anchor's own text: no knowledge of the tokenizer's kind
+    needed.""" anchor = tokenizer.encode("a", add_special_tokens=False) own = str(tokenizer.decode(anchor))
 
     def convert(index: int, token: str) -> bytes:
         both = str(tokenizer.decode([*anchor, index], clean_up_tokenization_spaces=False))

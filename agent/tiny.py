@@ -1,7 +1,8 @@
 """A tokenizer and a small Qwen2 model made on the spot, from given texts and a seed, in seconds.
 
 The tokenizer is byte-level BPE: lossless, without an unknown token, the same for the same texts. The turn
-grammar's tags are single added tokens (not special: they are text the policy writes), ChatML's markers are special.
+grammar's tags are single added tokens (not special: they are text the policy writes), ChatML's markers are
+special.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def build_tokenizer(
     Args:
         texts: what the model will read and write; tags in them are cut out before training.
         vocab_size: upper bound on the whole vocabulary, tags and markers included; at least 271.
-        split_spaces: no token joins a word with the space or the punctuation before it, so that a word has one
-            spelling wherever it stands (easier to copy for a small model, more tokens a text).
+        split_spaces: no token joins a word with the space or the punctuation before it, so that a word has
+            one spelling wherever it stands (easier to copy for a small model, more tokens a text).
         context: the window in tokens that the tokenizer declares.
 
     Raises:
@@ -76,7 +77,8 @@ def build_tokenizer(
         tokenizer_object=tokenizer,
         eos_token=END,
         pad_token=PAD,
-        # Never produced; named so that Qwen2's tokenizer class does not add one beyond the model's vocabulary.
+        # Never produced; named so that Qwen2's tokenizer class does not add one beyond the model's
+        # vocabulary.
         unk_token=PAD,
         additional_special_tokens=[START],
         chat_template=CHAT_TEMPLATE,
