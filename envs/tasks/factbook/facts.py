@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from envs.tasks.factbook.source import Country, without_note
+from envs.tasks.factbook.source import Country, lower_surnames, without_note
 
 _MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
 _PAREN = re.compile(r"\s*\(([^()]*)\)")
@@ -111,7 +111,9 @@ def read_elevation(value: str) -> Reading | None:
     answer = re.split(r"\s*\(|\s+on\s+|,\s+|\s+at\s+|/", name)[0].strip()
     if re.match(r"(unnamed|near|junction|along|reclaimed|ocean|coastal)", name) or not answer[:1].isupper():
         return None
-    if re.search(r"\b(and|of Mount|summit|pre-eruption|unnamed)\b", name):
+    if re.search(r"\b(and|of Mount|summit|pre-eruption|unnamed|more than)\b", name):
+        return None
+    if "/" in name and re.search(r"\b(Seas?|Oceans?|Bay)\b", name):
         return None
     inner = _PAREN.search(name)
     other = inner.group(1) if inner and re.fullmatch(r"[A-Z][\w' .-]+", inner.group(1)) else ""
@@ -161,20 +163,23 @@ def read_date(value: str) -> Reading | None:
 
 
 def read_holiday(value: str) -> Reading | None:
-    match = re.match(rf"([^,;()]+?)(?:\s\(([^)]*)\))?, (\d{{1,2}} (?:{_MONTHS}))\b(?: \(\d{{3,4}}\))?", value)
+    value = lower_surnames(value)
+    match = re.match(
+        rf"([^,:;()]+?)(?:\s\(([^)]*)\))?, (\d{{1,2}} (?:{_MONTHS}))\b(?: \(\d{{3,4}}\))?", value
+    )
     if not match or match[1].startswith("Official"):
         return None
     other = match[2] if match[2] and re.fullmatch(r"[A-Z][\w' -]+ (?:Day|Holiday)", match[2]) else ""
     return Reading(match[1], match[0], _aliases(match[1], other))
 
 
-def read_first(separators: str, *, title: bool = False) -> Extract:
+def read_first(separators: str) -> Extract:
     """The first item of a list; the items after it stay visible."""
 
     def extract(value: str) -> Reading | None:
         value = _tidy(value.split(";")[0])
         answer = re.split(separators, value)[0].strip()
-        if not answer or (title and not answer[0].isupper()):
+        if not answer or "%" in answer or answer.startswith("highly"):
             return None
         return Reading(answer, value, _aliases(answer))
 

@@ -16,7 +16,7 @@ from envs.tasks.factbook.facts import Fact, read_facts
 from envs.tasks.factbook.questions import banned_words, make_passage, passage_id, single_hop, two_hop
 from envs.tasks.factbook.relations import TINY_RELATIONS
 from envs.tasks.factbook.source import Country, load_countries, source_version
-from envs.tasks.factbook.text import content_words, leaks
+from envs.tasks.factbook.text import contains_words, content_words, leaks
 from envs.tasks.task import Task
 
 Profile = Literal["tiny", "full"]
@@ -116,6 +116,7 @@ def _build_tiny(seed: int) -> World:
             for key in keys[fact.country.name]
             if key.relation.key != fact.relation.key
             and not leaks(fact.answer, f"{key.relation.phrase} {key.answer}")
+            and not contains_words(passages[passage_id(key)].text, fact.answer)
         ]
         wanted = min(len(pairs), round(len(singles) * _TWO_HOP_SHARE / (1 - _TWO_HOP_SHARE)))
         sides.append(tuple(singles + rng.sample(pairs, wanted)))
