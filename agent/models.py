@@ -161,7 +161,8 @@ def _load(
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"model {name!r} cannot be loaded: {reason}") from error
-    return LoadedModel(model.to(device).eval(), tokenizer, name)
+    model.to(torch.device(device))  # type: ignore[arg-type]
+    return LoadedModel(model.eval(), tokenizer, name)
 
 
 def _load_tokenizer(source: str, extra: dict[str, str]) -> PreTrainedTokenizerBase:

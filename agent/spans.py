@@ -151,8 +151,9 @@ def _converter(tokenizer: PreTrainedTokenizerBase) -> Callable[[int, str], bytes
 
 
 def _by_anchor(tokenizer: PreTrainedTokenizerBase) -> Callable[[int, str], bytes]:
-    """Decode ``anchor token`` and take off the anchor's own text: no knowledge of the tokenizer's kind
-    needed.""" anchor = tokenizer.encode("a", add_special_tokens=False) own = str(tokenizer.decode(anchor))
+    """Decode ``anchor token`` and take off the anchor's own text: works without knowing the kind."""
+    anchor = tokenizer.encode("a", add_special_tokens=False)
+    own = str(tokenizer.decode(anchor))
 
     def convert(index: int, token: str) -> bytes:
         both = str(tokenizer.decode([*anchor, index], clean_up_tokenization_spaces=False))

@@ -1,5 +1,4 @@
-"""A slot cache: keys and values of many requests in preallocated storage, one row a request, no padding
-between.
+"""A slot cache: keys and values of many requests in preallocated storage, one row a request, no gaps.
 
 Row i holds the request in slot i, positions ``0 .. length_i - 1`` from the left. A prefill writes rows, a
 decode step appends one position to the first n rows and hands the model views of them (no copy), a finished
@@ -25,8 +24,7 @@ class Step:
     Attributes:
         decode: append one position to each of the first ``len(lengths)`` rows, else write whole rows.
         slots: rows written by a prefill, ``(B,)``.
-        lengths: decode: positions already held by each row; prefill: new positions of each prompt (without
-            prefix).
+        lengths: decode: positions already held by each row; prefill: new positions of each prompt.
         width: decode: positions handed to attention; at least max(lengths) + 1.
         use_prefix: prefill: the prompts continue the stored prefix.
         store_prefix: prefill of one row: keep the result as the prefix, write no row.

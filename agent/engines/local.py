@@ -3,9 +3,8 @@
 One decode step serves exactly the requests that are alive; one that ends leaves at once, and its place is
 taken by the last one. New requests are collected whenever the driver comes round, prefilled together
 (batched by length, identical prompts once, a long prefix common to all prompts once) and join the next
-step. No clock and no thread
-takes part: the same requests in the same order give the same steps, and what a request samples depends on
-    its own seed only (see ``sampling``).
+step. No clock and no thread takes part: the same requests in the same order give the same steps, and what a
+request samples depends on its own seed only (see ``sampling``).
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class LocalEngine:
     """Engine over a model in this process.
 
     The model may be shared with a learner: it is used under ``inference_mode`` and in eval mode, and left
-        as it was. Attention must be ``sdpa`` or ``eager``.
+    as it was. Attention must be ``sdpa`` or ``eager``.
 
     Args:
         model: causal language model whose layers all use full or sliding-window attention.
