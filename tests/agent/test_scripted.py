@@ -47,7 +47,9 @@ class PaperEnv:
 
     def __init__(self, documents: dict[str, str], limit: int = 1000, turns: int = 16) -> None:
         self.documents, self.limit, self.turns = documents, limit, turns
-        self.task, self.answer, self.memory, self.turn = TASK, None, None, 0
+        self.task, self.turn = TASK, 0
+        self.answer: str | None = None
+        self.memory: str | None = None
 
     @property
     def unwrapped(self) -> PaperEnv:
