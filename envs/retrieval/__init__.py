@@ -1,0 +1,47 @@
+"""Search behind one protocol: BM25 over the embedded world or over a corpus file."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+from envs.errors import UserError, did_you_mean
+from envs.retrieval.base import Passage, RetrievalError, Retriever, render_passages, split_contents
+
+__all__ = [
+    "Passage",
+    "RetrievalError",
+    "Retriever",
+    "load_retriever",
+    "render_passages",
+    "split_contents",
+]
+
+EMBEDDED = ("factbook", "factbook-tiny")
+"""Corpora that come with the package."""
+
+
+@lru_cache(maxsize=16)
+def load_retriever(source: str) -> Retriever:
+    """The retriever that a text names; one object in this process, shared by all that ask for it.
+
+    Args:
+        source: ``factbook`` or ``factbook-tiny`` (embedded), or the path of a corpus file (BM25).
+
+    Raises:
+        UserError: none of these, or a malformed file.
+    """
+    from envs.retrieval.bm25 import Bm25Retriever
+
+    if source in EMBEDDED:
+        from envs.tasks.factbook import build_world
+
+        return Bm25Retriever.from_passages(
+            build_world("tiny" if source == "factbook-tiny" else "full").passages
+        )
+    if not Path(source).is_file():
+        raise UserError(
+            f"unknown retriever {source!r}{did_you_mean(source, EMBEDDED)} "
+            f"(embedded: {', '.join(EMBEDDED)}; or the path of a corpus file)"
+        )
+    return Bm25Retriever.from_file(source)

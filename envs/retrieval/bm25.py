@@ -1,0 +1,181 @@
+"""BM25 over passages in memory or over a corpus file, whose index is kept on disk beside it and
+memory-mapped.
+
+Scores come from the library ``bm25s`` (Lucene's variant, k1 = 1.5, b = 0.75), which stores the score of each
+word in each passage: a query is a sum of a few sparse columns. Passages that share no word with the query are
+not returned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import bm25s
+import numpy as np
+
+from envs.errors import UserError
+from envs.retrieval.base import Passage
+from envs.retrieval.corpus import MappedCorpus, file_digest, iterate_passages, line_starts
+from envs.retrieval.words import query_words, words
+
+FORMAT = 1
+"""Of the index folder; part of its fingerprint, with the rule that splits words."""
+
+_MAX_QUERY_WORDS = 256
+
+
+class Bm25Retriever:
+    """Searches passages by their words; build one with `from_passages` or `from_file`."""
+
+    def __init__(self, index: bm25s.BM25, passages: Sequence[Passage]) -> None:
+        scores: Any = index.scores
+        self._data, self._rows, self._starts = scores["data"], scores["indices"], scores["indptr"]
+        self._vocabulary: dict[str, int] = index.vocab_dict
+        self._passages = passages
+
+    @classmethod
+    def from_passages(cls, passages: Iterable[Passage]) -> Bm25Retriever:
+        """Index passages in memory (about 10,000 a second).
+
+        Raises:
+            UserError: no passage, or none with a word in it.
+        """
+        held = list(passages)
+        return cls(_build(held, "the passages"), held)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Bm25Retriever:
+        """Open the index of a corpus file, building it first when there is none for this content.
+
+        It lies in ``FILE.bm25/``, or, where that cannot be written, under ``MEMPO_CACHE`` (default
+        ``~/.cache/mempo``). It is complete or absent: built aside and renamed.
+
+        Raises:
+            UserError: no such file, an empty one, or a malformed row, named by file and line.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise UserError(
+                f"corpus {path} does not exist (a file of JSON lines with id and contents is needed)"
+            )
+        folders = [path.with_name(path.name + ".bm25"), _cache_folder(path)]
+        for folder in folders:
+            if _is_current(folder, path):
+                return cls._open(folder, path)
+        folder = next(folder for folder in folders if _writable(folder.parent) or folder is folders[-1])
+        _build_folder(folder, path)
+        return cls._open(folder, path)
+
+    @classmethod
+    def _open(cls, folder: Path, path: Path) -> Bm25Retriever:
+        index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
+        starts = np.load(folder / "lines.npy", mmap_mode="r", allow_pickle=False)
+        return cls(index, MappedCorpus(path, starts))
+
+    def __len__(self) -> int:
+        return len(self._passages)
+
+    def search(self, queries: Sequence[str], topk: int) -> list[list[Passage]]:
+        """See `envs.retrieval.base.Retriever`. Equal scores are in the corpus's order."""
+        if topk < 1:
+            raise UserError(f"topk is {topk}; at least 1 is needed")
+        return [self._search(query, topk) for query in queries]
+
+    def _search(self, query: str, topk: int) -> list[Passage]:
+        known = (self._vocabulary.get(word) for word in query_words(query)[:_MAX_QUERY_WORDS])
+        spans = [(int(self._starts[i]), int(self._starts[i + 1])) for i in known if i is not None]
+        if not spans:
+            return []
+        rows = np.concatenate([self._rows[start:end] for start, end in spans])
+        scores = np.concatenate([self._data[start:end] for start, end in spans])
+        if len(spans) > 1:
+            rows, where = _sum_by_row(rows, len(self._passages))
+            scores = np.bincount(where, weights=scores, minlength=len(rows))
+        best = _best(scores, rows, topk)
+        return [replace(self._passages[int(rows[i])], score=float(scores[i])) for i in best]
+
+
+def _sum_by_row(rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct rows, and for each given row its place among them."""
+    if len(rows) * 8 < count:
+        return np.unique(rows, return_inverse=True)
+    return np.arange(count), rows
+
+
+def _best(scores: np.ndarray, rows: np.ndarray, topk: int) -> np.ndarray:
+    """Places of the topk positive scores: highest first, ties by row."""
+    if topk < len(scores):
+        least = np.partition(scores, len(scores) - topk)[len(scores) - topk]
+        places = np.flatnonzero(scores >= least if least > 0 else scores > 0)
+    else:
+        places = np.flatnonzero(scores > 0)
+    order = np.lexsort((rows[places], -scores[places]))
+    return places[order[:topk]]
+
+
+def _build(passages: Iterable[Passage], source: str) -> bm25s.BM25:
+    vocabulary: dict[str, int] = {}
+    ids: list[list[int]] = []
+    for passage in passages:
+        found = words(f"{passage.title}\n{passage.text}")
+        ids.append([vocabulary.setdefault(word, len(vocabulary)) for word in found])
+    if not vocabulary:
+        raise UserError(f"{source}: nothing to search, there is no passage with a word in it")
+    index = bm25s.BM25(method="lucene", k1=1.5, b=0.75)
+    index.index((ids, vocabulary), create_empty_token=False, show_progress=False)
+    return index
+
+
+def _build_folder(folder: Path, path: Path) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
+    try:
+        before = path.stat()
+        _build(iterate_passages(path), str(path)).save(aside, show_progress=False)
+        np.save(aside / "lines.npy", line_starts(path), allow_pickle=False)
+        about = {
+            "format": FORMAT,
+            "size": before.st_size,
+            "mtime_ns": before.st_mtime_ns,
+            "sha256": file_digest(path),
+        }
+        (aside / "about.json").write_text(json.dumps(about), encoding="utf-8")
+        aside.chmod(0o755)
+        if folder.exists():
+            shutil.rmtree(folder)
+        try:
+            aside.rename(folder)
+        except OSError:
+            # Another process was faster; what it put there is the same, or the reader will say so.
+            if not _is_current(folder, path):
+                raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _is_current(folder: Path, path: Path) -> bool:
+    """Whether the folder is the index of the file as it is now: by size and time, else by its content."""
+    try:
+        about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    now = path.stat()
+    if about.get("format") != FORMAT or about.get("size") != now.st_size:
+        return False
+    return bool(about.get("mtime_ns") == now.st_mtime_ns or about.get("sha256") == file_digest(path))
+
+
+def _cache_folder(path: Path) -> Path:
+    base = Path(os.environ.get("MEMPO_CACHE") or Path.home() / ".cache" / "mempo")
+    return base / "bm25" / f"{file_digest(path)[:16]}-{path.name}.bm25"
+
+
+def _writable(folder: Path) -> bool:
+    return os.access(folder, os.W_OK)
