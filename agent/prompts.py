@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from envs.base import render_observation
 from envs.errors import UserError, did_you_mean
 from envs.grammar import render_call
 
@@ -94,7 +95,9 @@ class PromptBuilder:
         """Prompt ids; see `prompt`."""
         return self.prompt(observation, parts).ids
 
-    def prompt(self, observation: str, parts: Mapping[str, Any] | None = None) -> Prompt:
+    def prompt(
+        self, observation: str, parts: Mapping[str, Any] | None = None, limit: int | None = None
+    ) -> Prompt:
         """Build the prompt; shorten the observation where it does not fit.
 
         What is cut, in this order, each from its end: the newest information, then the information of the
@@ -102,17 +105,17 @@ class PromptBuilder:
 
         Args:
             parts: the environment's ``info["parts"]``; without it nothing can be shortened.
+            limit: a further budget in tokens, beside the builder's own.
 
         Raises:
             WindowExceeded: it does not fit even with all information cut away.
         """
         ids = self._encode(observation)
-        limit = self.max_prompt_tokens
-        if limit is None or len(ids) <= limit:
+        budgets = [budget for budget in (self.max_prompt_tokens, limit) if budget is not None]
+        budget = min(budgets, default=len(ids))
+        if len(ids) <= budget:
             return Prompt(ids, observation, False)
         carried = list((parts or {}).get("carried") or ())
-        from envs.base import render_observation
-
         shown, last = observation, len(carried) - 1
         for index in [last, *range(last)] if carried else []:
             match = _INFORMATION.search(carried[index])
@@ -128,16 +131,17 @@ class PromptBuilder:
             low, high = 0, max(0, len(match.group(1)) - 1)
             while low < high:
                 middle = (low + high + 1) // 2
-                if len(self._encode(cut(middle))) <= limit:
+                if len(self._encode(cut(middle))) <= budget:
                     low = middle
                 else:
                     high = middle - 1
             shown = cut(low)
             ids = self._encode(shown)
-            if len(ids) <= limit:
+            if len(ids) <= budget:
                 return Prompt(ids, shown, True)
         raise WindowExceeded(
-            f"prompt of {len(ids)} tokens does not fit into {limit}: question, memory and rules are never cut"
+            f"prompt of {len(ids)} tokens does not fit into {budget}; "
+            "question, memory and rules are never cut"
         )
 
     def _encode(self, observation: str) -> tuple[int, ...]:

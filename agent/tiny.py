@@ -122,7 +122,7 @@ def build_model(
         num_attention_heads=heads,
         num_key_value_heads=kv_heads or heads,
         max_position_embeddings=context,
-        rope_theta=10_000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
