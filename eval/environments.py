@@ -1,0 +1,85 @@
+"""Environments for evaluation: which tasks they have, and instances with an episode's task pinned to them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import gymnasium as gym
+
+from envs.base import MemoryEnv
+from envs.errors import UserError
+from envs.registry import make
+from envs.tasks import Task
+
+
+def pin(env: gym.Env[str, str], task: Task) -> gym.Env[str, str]:
+    """Make the next resets of `env` play `task`, whatever they would have drawn.
+
+    Raises:
+        UserError: not an environment of ours.
+    """
+    _base(env).draw_task = lambda rng, options: task  # type: ignore[method-assign]
+    return env
+
+
+def draw_tasks(env_id: str, kwargs: Mapping[str, Any], count: int | None = None) -> list[Task]:
+    """The tasks of an environment by index, 0 to ``count`` - 1; without a count all that it says it has.
+
+    Raises:
+        UserError: fewer than ``count``; no count for an environment without ``num_tasks``.
+    """
+    env = make(env_id, **kwargs)
+    known = getattr(env.unwrapped, "num_tasks", None)
+    if count is None and not isinstance(known, int):
+        raise UserError(f"{env_id} does not say how many tasks it has; a limit is needed")
+    tasks: dict[str, Task] = {}
+    total = count if count is not None else int(known or 0)
+    for index in range(total):
+        env.reset(seed=index, options={"index": index})
+        task = _base(env).task
+        tasks.setdefault(task.id, task)
+    close(env)
+    if len(tasks) < total:
+        raise UserError(f"{env_id} has {len(tasks)} different tasks; {total} are asked for")
+    return list(tasks.values())
+
+
+class EnvironmentPool:
+    """Environments of one id, made when needed and used again."""
+
+    def __init__(self, env_id: str, kwargs: Mapping[str, Any]) -> None:
+        self._id, self._kwargs = env_id, dict(kwargs)
+        self._free: list[gym.Env[str, str]] = []
+
+    def acquire(self, task: Task) -> gym.Env[str, str]:
+        """An environment that will play `task`."""
+        env = self._free.pop() if self._free else make(self._id, **self._kwargs)
+        return pin(env, task)
+
+    def release(self, env: gym.Env[str, str]) -> None:
+        """Take back an environment that works."""
+        self._free.append(env)
+
+    def discard(self, env: gym.Env[str, str]) -> None:
+        """Close one that failed; being broken, it may fail at that, too."""
+        with contextlib.suppress(Exception):
+            close(env)
+
+    def close(self) -> None:
+        for env in self._free:
+            close(env)
+        self._free.clear()
+
+
+def close(env: gym.Env[str, str]) -> None:
+    closing: Callable[[], None] = env.close
+    closing()
+
+
+def _base(env: gym.Env[str, str]) -> MemoryEnv:
+    base = env.unwrapped
+    if not isinstance(base, MemoryEnv):
+        raise UserError(f"{type(base).__name__} is no MemoryEnv; only those know tasks that can be evaluated")
+    return base

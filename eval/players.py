@@ -1,0 +1,136 @@
+"""Who can be evaluated: a model behind an engine, or anything that maps an observation to a text."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import gymnasium as gym
+
+from agent.engines.base import Engine
+from agent.engines.scripted import ScriptedPlayer
+from agent.prompts import PromptBuilder
+from agent.rollout import EpisodeError, Sampling, SeedKey, play_episode
+from agent.seeds import derive
+from envs.grammar import parse_turn
+from envs.tasks.task import Task
+from eval.episode import Sample, TurnRecord, from_trajectory, task_tags
+
+
+class EnginePlayer:
+    """A model behind an engine, prompted by a prompt builder, as in training.
+
+    Args:
+        engine: samples turns.
+        prompts: builds prompts; its tokenizer counts the environment's replies.
+        sampling: temperature and lengths of a turn.
+        name: how tables call it.
+        identity: what else decides its results, such as a hash of the weights.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: PromptBuilder,
+        sampling: Sampling,
+        name: str = "model",
+        identity: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._engine, self._prompts, self._sampling = engine, prompts, sampling
+        self._identity = {
+            "name": name,
+            "kind": "model",
+            "sampling": {**asdict(sampling), "stop": list(sampling.stop)},
+            "prompt": text_hash(prompts.render("{observation}")),
+            **(identity or {}),
+        }
+
+    def identity(self) -> dict[str, Any]:
+        return dict(self._identity)
+
+    async def play(self, env: gym.Env[str, str], task: Task, sample: int, seed_key: SeedKey) -> Sample:
+        trajectory = await play_episode(
+            env,
+            self._engine,
+            self._prompts,
+            seed_key=seed_key,
+            sampling=self._sampling,
+            sample=sample,
+            task=task,
+        )
+        return from_trajectory(task, sample, trajectory, self._count)
+
+    def _count(self, text: str) -> int:
+        return len(self._prompts.tokenizer.encode(text, add_special_tokens=False))
+
+
+class TextPlayer:
+    """A player without token ids (scripted, a person, an API): tokens are counted with ``count_tokens``.
+
+    Args:
+        make: makes the player of one episode from its task (privileged: an expert may look at the golds)
+            and the seed key.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Task, SeedKey], ScriptedPlayer],
+        name: str,
+        count_tokens: Callable[[str], int] = lambda text: len(text.split()),
+    ) -> None:
+        self._make, self._name, self._count = make, name, count_tokens
+
+    def identity(self) -> dict[str, Any]:
+        return {"name": self._name, "kind": "scripted"}
+
+    async def play(self, env: gym.Env[str, str], task: Task, sample: int, seed_key: SeedKey) -> Sample:
+        player = self._make(task, seed_key)
+        observation, info = env.reset(seed=derive(*seed_key, "reset") % 2**31)
+        turns: list[TurnRecord] = []
+        answer: str | None = None
+        reward, ended = 0.0, False
+        while not ended:
+            text = player.act(observation, info)
+            prompt_tokens = self._count(observation)
+            try:
+                observation, paid, terminated, truncated, info = env.step(text)
+            except Exception as error:  # an environment may raise anything, and none of it is the player's
+                raise EpisodeError("environment", f"{type(error).__name__}: {error}") from error
+            ended = bool(terminated or truncated)
+            reward += float(paid)
+            parsed = parse_turn(text)
+            answer = parsed.answer if terminated else None
+            span = parsed.memory_span
+            information = "" if ended else str(info.get("information") or "")
+            turns.append(
+                TurnRecord(
+                    text=parsed.text,
+                    memory=parsed.memory,
+                    query=info.get("query"),
+                    information=information,
+                    invalid=info.get("invalid"),
+                    finish="stop",
+                    prompt_tokens=prompt_tokens,
+                    completion_tokens=self._count(parsed.text),
+                    memory_tokens=0 if span is None else self._count(text[span[0] : span[1]]),
+                    observation_tokens=self._count(information),
+                )
+            )
+        return Sample(
+            task_id=task.id,
+            sample=sample,
+            questions=task.questions,
+            golds=task.golds,
+            answer=answer,
+            stop_reason=str(info.get("stop_reason") or ""),
+            turns=tuple(turns),
+            reward=reward,
+            tags=task_tags(task),
+        )
+
+
+def text_hash(text: str) -> str:
+    """Short hash of a prompt or a file's text, for `Player.identity`."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
