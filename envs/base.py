@@ -8,6 +8,7 @@ that maps text to text can play. A subclass says which tools there are and write
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -274,7 +275,9 @@ class MemoryEnv(gymnasium.Env[str, str]):
             "parse": {
                 "memory": turn.memory if turn else None,
                 "think": turn.think if turn else None,
-                "call": {"name": call.name, "arguments": dict(call.arguments)} if call else None,
+                "tool": call.name if call else None,
+                # As text: vectorised infos are arrays by key, which values of a policy's choosing would break.
+                "arguments": json.dumps(call.arguments, ensure_ascii=False) if call else None,
                 "answer": turn.answer if turn else None,
                 "invalid": turn.invalid if turn else None,
             },

@@ -16,10 +16,9 @@ from gymnasium import Space
 from envs.errors import UserError
 from envs.grammar import render_call
 
-_WORDS = tuple(
-    """where which river capital highest point long name the of in and was born Größe Ōsaka São Paulo 東京
-    река القاهرة C++ U.S. 3.14 1969 “quoted” naïve 🙂 mountain film author a-b x<y & ; population""".split()
-)
+_SAMPLES = """where which river capital highest point long name the of in and was born Größe Ōsaka São Paulo
+東京 река القاهرة C++ U.S. 3.14 1969 “quoted” naïve 🙂 mountain film author a-b x<y & ; population"""
+_WORDS = tuple(_SAMPLES.split())
 
 Style = Literal["text", "turn"]
 
