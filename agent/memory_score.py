@@ -1,9 +1,11 @@
-"""P_mem and P_full: how likely the policy finds the gold answer given a memory alone, or given the whole transcript.
+"""P_mem and P_full: how likely the policy finds the gold answer given a memory alone, or a whole transcript.
 
 For turn t of a trajectory, with the weights that sampled it (MemPO, arXiv 2603.00680):
 
     P_mem(t)  = exp(mean over answer tokens of log pi(a_l | question, mem_t, a_<l))
-    P_full(t) = the same with the transcript of the steps before t instead of the memory (turn 1: the question alone)
+    P_full(t) = the same with the transcript of the steps before t instead of the memory
+
+and at turn 1, which has no transcript, P_full reads the question alone.
 
 What no source states, and is decided here:
 
@@ -11,14 +13,14 @@ What no source states, and is decided here:
   beginning of a reply, ``<answer>``. The gold stands there in the form it has inside ``<answer>`` (several
   objectives joined with "; "). Neither ``<answer>`` nor the closing tag is scored.
 - Temperature 1, whatever the rollouts were sampled with: P is a probability under the model.
-- Of several aliases the most likely one counts, for each context on its own. With several objectives one objective
-  at a time takes its aliases while the others keep their first (`agent.score_context.answer_forms`).
-- A step is the completion's text as the policy wrote it and the information it got. Chat control tokens in it are
-  left out: they would end the user's message.
+- Of several aliases the most likely one counts, for each context on its own. With several objectives one
+  objective at a time takes its aliases while the others keep their first (`score_context.answer_forms`).
+- A step is the completion's text as the policy wrote it and the information it got. Chat control tokens in it
+  are left out: they would end the user's message.
 - A transcript over the window loses its oldest steps, a memory over it the end of its text; both are counted.
 
-All turns of a trajectory are scored in one pass over a token tree (`agent.score_tree`), so the tokens computed grow
-linearly with the number of turns; equal contexts of a group are computed once.
+All turns of a trajectory are scored in one pass over a token tree (`agent.score_tree`), so the tokens
+computed grow linearly with the number of turns; equal contexts of a group are computed once.
 """
 
 from __future__ import annotations
@@ -47,7 +49,14 @@ from agent.score_context import (
     step_text,
     transcript_context,
 )
-from agent.score_forward import Means, score_sequences, score_trees, sliding_window, text_config, why_no_trees
+from agent.score_forward import (
+    LogProbs,
+    score_sequences,
+    score_trees,
+    sliding_window,
+    text_config,
+    why_no_trees,
+)
 from agent.score_tree import Ids, Query, build_row, plan_rows
 from agent.trajectory import Group, Trajectory
 from envs.errors import UserError
@@ -110,7 +119,8 @@ class MemoryScorer:
         tokenizer: a Hugging Face tokenizer; its chat template makes the prompt.
         system: system prompt of the rollouts; empty for none.
         render: user text -> whole prompt text, where not the tokenizer's chat template makes it.
-        token_budget: padded tokens of one forward pass.
+        token_budget: padded tokens of one forward pass (a longer row has a pass of its own).
+        row_tokens: tokens of one tree; a larger one is split, and its trunk computed again for each part.
         window: longest context with its answer, in tokens; None: as the model's configuration says.
     """
 
@@ -120,12 +130,14 @@ class MemoryScorer:
         *,
         system: str = "",
         render: Callable[[str], str] | None = None,
-        token_budget: int = 8192,
+        token_budget: int = 4096,
+        row_tokens: int = 16384,
         window: int | None = None,
     ) -> None:
-        if token_budget < 1:
-            raise UserError(f"token_budget is {token_budget}; at least 1 token is needed")
-        self.token_budget, self.window = token_budget, window
+        for name, value in (("token_budget", token_budget), ("row_tokens", row_tokens)):
+            if value < 1:
+                raise UserError(f"{name} is {value}; at least 1 token is needed")
+        self.token_budget, self.row_tokens, self.window = token_budget, row_tokens, window
         self.report = ScoreReport()
         self._tokenizer = tokenizer
         self._head, self._tail = frame(render or chat_renderer(tokenizer, system))
@@ -135,8 +147,8 @@ class MemoryScorer:
         """P_mem and P_full by group, trajectory and turn.
 
         Args:
-            model: a causal model of transformers, with the weights that sampled the groups. Dropout is off while
-                it scores, its mode is left as it was, and nothing carries a gradient.
+            model: a causal model of transformers, with the weights that sampled the groups. Dropout is off
+                while it scores, its mode is left as it was, and nothing carries a gradient.
 
         Raises:
             UserError: a question that does not fit into the window with its answer, or a blank gold.
@@ -144,12 +156,16 @@ class MemoryScorer:
         self.report = ScoreReport()
         segments = Segments(self._tokenizer)
         contexts = [
-            _GroupContexts(index, group, self._head, self._tail, segments) for index, group in enumerate(groups)
+            _GroupContexts(index, group, self._head, self._tail, segments)
+            for index, group in enumerate(groups)
         ]
         segments.encode()
         window = _window(model, self.window)
         units = [unit for group in contexts for unit in group.build(window, self.report)]
-        best = {key: math.exp(max(means)) for key, means in self._means(model, units).items()}
+        best = {
+            key: math.exp(max(float(answer.mean()) for answer in answers))
+            for key, answers in self._logprobs(model, units).items()
+        }
         return [
             [
                 [
@@ -161,7 +177,7 @@ class MemoryScorer:
             for group in contexts
         ]
 
-    def _means(self, model: torch.nn.Module, units: Sequence[Sequence[Query]]) -> Means:
+    def _logprobs(self, model: torch.nn.Module, units: Sequence[Sequence[Query]]) -> LogProbs:
         queries = [query for unit in units for query in unit]
         if not queries:
             return {}
@@ -172,12 +188,12 @@ class MemoryScorer:
             if self.report.fallback is not None:
                 self.report.tokens = self.report.tokens_apart
                 return score_sequences(model, queries, self.token_budget)
-            rows = [build_row(row) for row in plan_rows(units, self.token_budget)]
+            rows = [build_row(row) for row in plan_rows(units, self.row_tokens)]
             self.report.tokens = sum(map(len, rows))
             return score_trees(model, rows, self.token_budget)
 
     def _refusal(self, model: torch.nn.Module, longest: int) -> str | None:
-        """Why the model takes no tree; asked once for each model, and once more when a sliding window begins to bite."""
+        """Why the model takes no tree; asked once, and once more when a sliding window begins to bite."""
         window = sliding_window(text_config(model))
         beyond = window is not None and longest > window
         known = self._refusals.setdefault(model, {})
@@ -194,7 +210,7 @@ class MemoryScorer:
 
 
 class _GroupContexts:
-    """All contexts of one group: texts are handed over at construction, queries built when they are encoded."""
+    """All contexts of one group: texts are asked for at construction, queries built when they are encoded."""
 
     def __init__(self, index: int, group: Group, head: str, tail: str, segments: Segments) -> None:
         self._index, self._group, self._segments = index, group, segments
@@ -223,7 +239,9 @@ class _GroupContexts:
     def _transcript(self, trajectory: Trajectory) -> list[tuple[Segment, Segment]]:
         """Each step before the last turn in two forms: as the end of a context, and with more after it."""
         add, inside = self._segments.add, self._segments.inside
-        texts = [self._segments.clean(step_text(turn.text, turn.information)) for turn in trajectory.turns[:-1]]
+        texts = [
+            self._segments.clean(step_text(turn.text, turn.information)) for turn in trajectory.turns[:-1]
+        ]
         return [(add(text, inside), add(text + "\n", inside)) for text in texts]
 
     def build(self, window: int | None, report: ScoreReport) -> list[list[Query]]:
@@ -231,13 +249,13 @@ class _GroupContexts:
         ids = self._segments
         end = np.concatenate([ids[self._tail], ids[self._prefix]])
         answers = tuple(ids[form] for form in self._forms)
-        room: float = math.inf
-        if window is not None:
-            room = window - len(ids[self._question]) - len(end) - max(len(answer) for answer in answers) + 1
-        if room < 0:
+        fixed = len(ids[self._question]) + len(end) + max(len(answer) for answer in answers) - 1
+        if window is not None and fixed > window:
             raise UserError(
-                f"task {self._group.task.id!r}: question and answer need {int(window - room)} tokens, the window has {window}"
+                f"task {self._group.task.id!r}: question and answer need {fixed} tokens, "
+                f"the window has {window}"
             )
+        room = math.inf if window is None else window - fixed
         units: list[list[Query]] = []
         for memories, steps in zip(self._memories, self._steps, strict=True):
             unit: list[Query] = []

@@ -1,8 +1,8 @@
 """The contexts in which memories are scored, as text and as tokens.
 
-Contexts are encoded by segments (frame and question, memory, each step, end of the frame, answer), so that every
-text is encoded once however many contexts share it, and the transcript of turn t is a prefix of the one of t + 1.
-Segments end where common tokenizers split anyway: at a tag, after a newline, before a control token.
+Contexts are encoded by segments (frame and question, memory, each step, end of the frame, answer), so that
+every text is encoded once however many contexts share it, and the transcript of turn t is a prefix of the one
+of t + 1. Segments end where common tokenizers split anyway: at a tag, after a newline, at a control token.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def transcript_context(question: str, steps: Sequence[str]) -> str:
 
 
 def step_text(completion: str, information: str) -> str:
-    """One step of a transcript: what the policy wrote and, on the next line, what it got (tags added if missing)."""
+    """One step of a transcript: what the policy wrote, then what it got (its tags are added if missing)."""
     tagged = information.startswith("<information>")
     return f"{completion}\n{information if tagged else f'<information>{information}</information>'}"
 
@@ -54,8 +54,8 @@ def step_text(completion: str, information: str) -> str:
 def answer_forms(golds: Sequence[Sequence[str]]) -> tuple[str, ...]:
     """Texts that count as the gold answer inside ``<answer>``, the canonical one first.
 
-    One objective at a time takes its aliases while the others keep their first: the product over objectives would
-    grow exponentially. At most `MAX_ANSWERS`, drawn from the objectives in turn.
+    One objective at a time takes its aliases while the others keep their first: the product over objectives
+    would grow exponentially. At most `MAX_ANSWERS`, drawn from the objectives in turn.
     """
     first = [aliases[0] for aliases in golds]
     forms = {"; ".join(first): None}
@@ -86,7 +86,7 @@ def frame(render: Callable[[str], str]) -> tuple[str, str]:
     parts = render(_PLACEHOLDER).split(_PLACEHOLDER)
     if len(parts) != 2:
         raise UserError(
-            f"the chat template shows the user's message {len(parts) - 1} times; it must show it once, as it is"
+            f"the chat template shows the user's message {len(parts) - 1} times; it must show it once"
         )
     return parts[0], parts[1]
 
@@ -94,8 +94,8 @@ def frame(render: Callable[[str], str]) -> tuple[str, str]:
 class Segments:
     """Encodes many texts in one call: ask with `add`, then `encode`, then read.
 
-    A segment is split as it would be after the text it follows: behind a newline where the tokenizer puts a space
-    before whatever it encodes (SentencePiece), an answer behind ``<answer>``.
+    A segment is split as it would be after the text it follows: behind a newline where the tokenizer puts a
+    space before whatever it encodes (SentencePiece), an answer behind ``<answer>``.
     """
 
     def __init__(self, tokenizer: Any) -> None:

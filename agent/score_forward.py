@@ -1,7 +1,7 @@
-"""Log-probs of answers from any causal model: through trees where it takes them, through plain sequences where not.
+"""Log-probs of answers from any causal model: through trees where it takes them, as sequences where not.
 
-Whether a model takes a tree is found out by asking it: a small tree is scored both ways and compared. That covers
-what no configuration says (models that ignore position ids, build their own mask, or carry a recurrent state).
+Whether a model takes a tree is found out by asking it: a small tree is scored both ways and compared. That
+covers what no configuration says (models that ignore position ids, build a mask of their own, carry a state).
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from agent.score_tree import Query, Target, TreeRow, build_row
+from agent.score_tree import Ids, Query, Target, TreeRow, build_row
 
 LOGIT_ELEMENTS = 1 << 27
 """Logits of one forward pass at most (512 MB in float32): a 262k vocabulary leaves room for 512 positions."""
@@ -22,8 +23,13 @@ LOGIT_ELEMENTS = 1 << 27
 PROBE_TOLERANCE = 0.1
 """A tree must be ten times closer to separate sequences than the same row without mask and positions is."""
 
-Means = dict[Hashable, list[float]]
-"""By query key: for each answer the mean over its tokens of log pi (nats)."""
+_REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)
+
+_REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)
+"""How models say that they do not take a mask of this shape."""
+
+LogProbs = dict[Hashable, list[NDArray[np.float64]]]
+"""By query key: for each answer the log-probs (nats) of its tokens."""
 
 
 def text_config(model: torch.nn.Module) -> Any:
@@ -33,20 +39,20 @@ def text_config(model: torch.nn.Module) -> Any:
 
 
 def sliding_window(config: Any) -> int | None:
-    """Tokens that a sliding-window layer sees (itself included), or None where every layer sees everything."""
+    """Tokens that a sliding-window layer sees (its own included), None where every layer sees everything."""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and "sliding_attention" not in kinds:
         return None
     return getattr(config, "sliding_window", None)
 
 
-def score_trees(model: torch.nn.Module, rows: Sequence[TreeRow], token_budget: int) -> Means:
+def score_trees(model: torch.nn.Module, rows: Sequence[TreeRow], token_budget: int) -> LogProbs:
     """Score tree rows in padded batches of at most ``token_budget`` tokens.
 
     Rows are right-aligned, so that the needed outputs are the last columns of every row.
     """
     config = text_config(model)
-    means: Means = {}
+    logprobs: LogProbs = {}
     for batch in _batches(rows, token_budget, config, right_aligned=True):
         width, keep = max(len(row) for row in batch), max(row.outputs for row in batch)
         ids = np.zeros((len(batch), width), dtype=np.int64)
@@ -66,18 +72,18 @@ def score_trees(model: torch.nn.Module, rows: Sequence[TreeRow], token_budget: i
             attention_mask=_attention_mask(model, config, mask, positions),
         )
         for index, row in enumerate(batch):
-            _collect(means, logits[index], row.targets, shift=keep - len(row))
-    return means
+            _collect(logprobs, logits[index], row.targets, shift=keep - len(row))
+    return logprobs
 
 
-def score_sequences(model: torch.nn.Module, queries: Sequence[Query], token_budget: int) -> Means:
-    """The same numbers from plain right-padded sequences, without a mask: a causal model never sees the padding."""
+def score_sequences(model: torch.nn.Module, queries: Sequence[Query], token_budget: int) -> LogProbs:
+    """The same numbers from right-padded sequences, without a mask: a causal model never sees the padding."""
     rows = [
         build_row([Query((query.key, index), query.context, (answer,))])
         for query in queries
         for index, answer in enumerate(query.answers)
     ]
-    single: Means = {}
+    single: LogProbs = {}
     for batch in _batches(rows, token_budget, text_config(model), right_aligned=False):
         width = max(len(row) for row in batch)
         keep = width - min(len(row) - row.outputs for row in batch)
@@ -87,7 +93,9 @@ def score_sequences(model: torch.nn.Module, queries: Sequence[Query], token_budg
         logits = _forward(model, ids, keep)
         for index, row in enumerate(batch):
             _collect(single, logits[index], row.targets, shift=keep - width)
-    return {query.key: [single[query.key, index][0] for index in range(len(query.answers))] for query in queries}
+    return {
+        query.key: [single[query.key, index][0] for index in range(len(query.answers))] for query in queries
+    }
 
 
 def why_no_trees(model: torch.nn.Module, longest: int) -> str | None:
@@ -113,22 +121,24 @@ def _probe(model: torch.nn.Module, beyond: int) -> str | None:
     """Score one small tree (its trunk longer than ``beyond``) in three ways and compare token by token."""
     vocabulary = int(getattr(text_config(model), "vocab_size", 2))
     draw = np.random.default_rng(0)
-    trunk = draw.integers(vocabulary, size=beyond + 8)
-    queries = [
-        Query(index, np.concatenate([trunk[:cut], draw.integers(vocabulary, size=3)]), (draw.integers(vocabulary, size=8),))
-        for index, cut in enumerate((len(trunk) - 4, len(trunk), 4))
-    ]
+
+    def some(count: int) -> Ids:
+        return draw.integers(vocabulary, size=count)
+
+    trunk = some(beyond + 8)
+    cuts = (len(trunk) - 4, len(trunk), 4)
+    queries = [Query(cut, np.concatenate([trunk[:cut], some(3)]), (some(8),)) for cut in cuts]
     row = build_row(queries)
-    plain: Means = {}
-    _collect(plain, _forward(model, row.ids[None], row.outputs)[0], row.targets, shift=row.outputs - len(row))
     expected = score_sequences(model, queries, token_budget=1)
+    unmasked: LogProbs = {}
+    _collect(unmasked, _forward(model, row.ids[None], row.outputs)[0], row.targets, row.outputs - len(row))
     try:
         found = score_trees(model, [row], token_budget=1)
-    except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError, NotImplementedError) as error:
-        return f"it refused a tree mask ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+    except _REFUSALS as error:
+        return f"it refused a tree mask ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     error_of_tree, scale = (
-        float(np.linalg.norm([means[query.key][0] - expected[query.key][0] for query in queries]))
-        for means in (found, plain)
+        float(np.linalg.norm([logprobs[cut][0] - expected[cut][0] for cut in cuts]))
+        for logprobs in (found, unmasked)
     )
     if error_of_tree > PROBE_TOLERANCE * scale + 1e-6:
         return "its log-probs under a tree mask differ from those of separate sequences"
@@ -143,8 +153,14 @@ def _batches(
     batch: list[TreeRow] = []
     for row in sorted(rows, key=len):  # stable: equal lengths keep their order
         grown = [*batch, row]
-        keep = max(r.outputs for r in grown) if right_aligned else len(row) - min(len(r) - r.outputs for r in grown)
-        if batch and (len(grown) * len(row) > token_budget or len(grown) * keep * vocabulary > LOGIT_ELEMENTS):
+        keep = (
+            max(r.outputs for r in grown)
+            if right_aligned
+            else len(row) - min(len(r) - r.outputs for r in grown)
+        )
+        if batch and (
+            len(grown) * len(row) > token_budget or len(grown) * keep * vocabulary > LOGIT_ELEMENTS
+        ):
             yield batch
             grown = [row]
         batch = grown
@@ -190,17 +206,16 @@ def _forward(model: torch.nn.Module, ids: np.ndarray, keep: int, **inputs: Any) 
         inputs["logits_to_keep"] = keep
     if _takes(model, "use_cache"):
         inputs["use_cache"] = False
-    return model(input_ids=_to(model, ids), **inputs).logits[:, -keep:]
+    logits: Tensor = model(input_ids=_to(model, ids), **inputs).logits
+    return logits[:, -keep:]
 
 
-def _collect(means: Means, logits: Tensor, targets: Sequence[Target], shift: int) -> None:
-    """Add the answers' mean log-probs; row column c is column c + ``shift`` of ``logits`` (K, V)."""
-    columns = torch.from_numpy(np.concatenate([target.columns for target in targets]) + shift).to(logits.device)
-    ids = torch.from_numpy(np.concatenate([target.ids for target in targets])).to(logits.device)
+def _collect(found: LogProbs, logits: Tensor, targets: Sequence[Target], shift: int) -> None:
+    """Add the answers' log-probs; row column c is column c + ``shift`` of ``logits`` (K, V)."""
+    columns = np.concatenate([target.columns for target in targets]) + shift
+    ids = np.concatenate([target.ids for target in targets])
     scores = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     logprobs = (scores[columns, ids] - scores.logsumexp(-1)[columns]).double().cpu().numpy()
-    start = 0
-    for target in targets:
-        end = start + len(target.ids)
-        means.setdefault(target.key, []).append(float(logprobs[start:end].mean()))
-        start = end
+    ends = np.cumsum([len(target.ids) for target in targets])
+    for target, of_answer in zip(targets, np.split(logprobs, ends[:-1]), strict=True):
+        found.setdefault(target.key, []).append(of_answer)

@@ -1,7 +1,7 @@
 """Many sequences with shared beginnings as one row: a token tree, its attention mask and its position ids.
 
-A row holds the nodes of a radix tree. A token sees its ancestors and itself, and its position is its depth, so a
-causal model computes for every path exactly what it would compute for that path as a sequence of its own, and
+A row holds the nodes of a radix tree. A token sees its ancestors and itself, and its position is its depth.
+So a causal model computes for every path exactly what it would compute for it as a sequence of its own, and
 shared beginnings are computed once. Tokens whose output is needed come last in a row, so that the model's own
 ``logits_to_keep`` leaves out the vocabulary projection of all others.
 """
@@ -44,7 +44,7 @@ class Query:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """One answer of one query: the log-prob of ``ids[i]`` is read at column ``columns[i]`` of the row, (A,) each."""
+    """One answer of a query, (A,) each: ``ids[i]``'s log-prob is read at column ``columns[i]`` of the row."""
 
     key: Hashable
     columns: Ids
@@ -53,7 +53,7 @@ class Target:
 
 @dataclass(eq=False)
 class _Node:
-    """A run of tokens without a fork; ``start`` is the depth of its first token, ``column`` its place in the row."""
+    """A run of tokens without a fork; ``start`` and ``column``: depth and place in the row of its first."""
 
     ids: Ids
     start: int
@@ -91,7 +91,9 @@ def build_row(queries: Sequence[Query]) -> TreeRow:
     """Lay all contexts and answers of ``queries`` (at least one) out as one tree."""
     root = _Node(np.empty(0, dtype=np.int64), 0, None)
     nodes: list[_Node] = []
-    paths = [(query, answer, _insert(root, nodes, query, answer)) for query in queries for answer in query.answers]
+    paths = [
+        (query, answer, _insert(root, nodes, query, answer)) for query in queries for answer in query.answers
+    ]
     nodes.sort(key=lambda node: node.start)  # parents before children
     total = 0
     for node in nodes:
@@ -167,9 +169,9 @@ def _columns(end: _Node, first: int) -> Ids:
 
 
 def plan_rows(units: Sequence[Sequence[Query]], row_tokens: int) -> list[list[Query]]:
-    """Split each unit (queries that share beginnings) into lists whose trees have at most ``row_tokens`` tokens.
+    """Split each unit (queries that share beginnings) into lists whose trees have at most ``row_tokens``.
 
-    The bound is kept by an upper estimate (a query adds what it does not share with the query before it); a
+    The bound is kept by an upper estimate (a query adds what it does not share with the one before it); a
     query longer than ``row_tokens`` gets a row of its own.
     """
     rows: list[list[Query]] = []
