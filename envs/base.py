@@ -187,6 +187,8 @@ class MemoryEnv(gymnasium.Env[str, str]):
         self._memory = None if turn.memory is None else self._keep(turn.memory)
         if turn.answer is not None:
             scores = dict(self.score(turn.answer, self.task))
+            if "reward" not in scores:
+                raise KeyError(f"{type(self).__name__}.score() gives {sorted(scores)}, but no 'reward'")
             self._playing = False
             self._information = ""
             self._carry(turn, None)
@@ -276,7 +278,7 @@ class MemoryEnv(gymnasium.Env[str, str]):
                 "memory": turn.memory if turn else None,
                 "think": turn.think if turn else None,
                 "tool": call.name if call else None,
-                # As text: vectorised infos are arrays by key, which values of a policy's choosing would break.
+                # As text: a vector env makes arrays by key, which values of the policy's choosing break.
                 "arguments": json.dumps(call.arguments, ensure_ascii=False) if call else None,
                 "answer": turn.answer if turn else None,
                 "invalid": turn.invalid if turn else None,

@@ -25,6 +25,7 @@ ACTION_STOPS = ("</answer>", "</tool_call>", "</search>")
 CallStyle = Literal["tool_call", "search"]
 
 _TAG = re.compile(rf"<(/?)({'|'.join(TAGS)})>")
+_MAX_DEPTH = 16
 _ACTIONS = frozenset(("tool_call", "search", "answer"))
 
 
@@ -144,27 +145,30 @@ def _read_action(name: str, content: str) -> tuple[ToolCall | None, str | None, 
         arguments = data.get("arguments", {}) if isinstance(data, dict) else None
         if isinstance(arguments, str):
             arguments = json.loads(arguments, strict=False, parse_constant=_refuse_constant)
+        arguments = _clean(arguments)
     except (ValueError, RecursionError):
         return None, None, "the tool call is not valid JSON"
     if not isinstance(data, dict) or not isinstance(data.get("name"), str) or not data["name"].strip():
         return None, None, 'the tool call needs the form {"name": "…", "arguments": {…}}'
     if not isinstance(arguments, dict):
         return None, None, "the arguments of the tool call must be an object"
-    return ToolCall(replace_surrogates(data["name"].strip()), _clean(arguments)), None, None
+    return ToolCall(replace_surrogates(data["name"].strip()), arguments), None, None
 
 
 def _refuse_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _clean(value: Any) -> Any:
+def _clean(value: Any, depth: int = 0) -> Any:
     """JSON can spell lone surrogates (``\\ud800``) that the turn's own text cannot hold."""
+    if depth > _MAX_DEPTH:
+        raise ValueError("nested too deep")
     if isinstance(value, str):
         return replace_surrogates(value)
     if isinstance(value, list):
-        return [_clean(item) for item in value]
+        return [_clean(item, depth + 1) for item in value]
     if isinstance(value, dict):
-        return {replace_surrogates(key): _clean(item) for key, item in value.items()}
+        return {replace_surrogates(key): _clean(item, depth + 1) for key, item in value.items()}
     return value
 
 

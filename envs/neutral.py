@@ -38,21 +38,21 @@ _ANGLE_TOKENS = (
     "file_sep",
 )
 _SQUARE_TOKENS = (
-    "INST",
-    "SYSTEM_PROMPT",
-    "AVAILABLE_TOOLS",
-    "TOOL_CALLS",
-    "TOOL_RESULTS",
-    "TOOL_CONTENT",
-    "IMG",
-    "THINK",
-    "CLS",
-    "SEP",
-    "MASK",
-    "PAD",
-    "UNK",
-    "BOS",
-    "EOS",
+    "inst",
+    "system_prompt",
+    "available_tools",
+    "tool_calls",
+    "tool_results",
+    "tool_content",
+    "img",
+    "think",
+    "cls",
+    "sep",
+    "mask",
+    "pad",
+    "unk",
+    "bos",
+    "eos",
 )
 
 # Whitespace, control characters and the invisible format characters (joiners, direction marks, soft hyphen).
@@ -75,8 +75,18 @@ def _either(names: tuple[str, ...]) -> str:
 
 
 _SLASHES = f"(?:{_GAP}|[/／\\\\])*"
+_AFTER_ANGLE = "|".join(
+    (
+        f"(?:{_either(_ANGLE_TOKENS)})(?![^\\W_])",
+        f"{_spelled('unused')}{_GAP}*\\d",
+        _spelled("extra_id_"),
+        f"{_spelled('s')}{_GAP}*[/>＞﹥]",
+        "[|｜¦]",
+        f"[<＜﹤]{_SLASHES}{_spelled('sys')}",
+    )
+)
 _OPENERS = re.compile(
-    f"[<＜﹤](?={_SLASHES}(?:(?:{_either(_ANGLE_TOKENS)})(?![^\\W_])|unused\\d|extra_id_|s{_GAP}*[/>]|[|｜¦]|[<＜﹤]{_SLASHES}SYS))"
+    f"[<＜﹤](?={_SLASHES}(?:{_AFTER_ANGLE}))"
     f"|[|｜](?={_GAP}*[>＞﹥])"
     f"|\\[(?={_SLASHES}(?:{_either(_SQUARE_TOKENS)}){_GAP}*\\])",
     re.IGNORECASE,

@@ -8,13 +8,15 @@ environment.
 
 from __future__ import annotations
 
+import inspect
+import re
 import warnings
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import gymnasium
-from gymnasium.envs.registration import EnvSpec, parse_env_id
+from gymnasium.envs.registration import EnvSpec, load_env_creator, parse_env_id
 
 from envs.errors import UserError, did_you_mean
 
@@ -78,11 +80,27 @@ def make(id: str, **kwargs: Any) -> gymnasium.Env[str, str]:
     try:
         return gymnasium.make(name, **kwargs)
     except TypeError as error:
-        if "unexpected keyword argument" in str(error):
-            raise UserError(
-                f"environment {name}: {str(error).split(') ', 1)[-1].split('() ', 1)[-1]}"
-            ) from None
-        raise
+        unexpected = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unexpected is None or unexpected[1] not in kwargs:
+            raise
+        known = _keywords(gymnasium.spec(name).entry_point)
+        raise UserError(
+            f"environment {name} has no setting {unexpected[1]!r}{did_you_mean(unexpected[1], known)} "
+            f"(settings: {', '.join(known)})"
+        ) from None
+
+
+def _keywords(entry_point: Any) -> list[str]:
+    """Keyword arguments of a class and of what it hands on to its bases."""
+    creator = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
+    names: dict[str, None] = {}
+    for owner in getattr(creator, "__mro__", (creator,)):
+        initialise = vars(owner).get("__init__")
+        if initialise is not None and owner is not object:
+            for parameter in list(inspect.signature(initialise).parameters.values())[1:]:
+                if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                    names[parameter.name] = None
+    return list(names)
 
 
 def list_ids() -> list[str]:

@@ -21,7 +21,6 @@ EMBEDDED = ("factbook", "factbook-tiny")
 """Corpora that come with the package."""
 
 
-@lru_cache(maxsize=16)
 def load_retriever(source: str) -> Retriever:
     """The retriever that a text names; one object in this process, shared by all that ask for it.
 
@@ -31,17 +30,31 @@ def load_retriever(source: str) -> Retriever:
     Raises:
         UserError: none of these, or a malformed file.
     """
-    from envs.retrieval.bm25 import Bm25Retriever
-
     if source in EMBEDDED:
-        from envs.tasks.factbook import build_world
-
-        return Bm25Retriever.from_passages(
-            build_world("tiny" if source == "factbook-tiny" else "full").passages
-        )
-    if not Path(source).is_file():
+        return _embedded(source)
+    path = Path(source)
+    if not path.is_file():
+        if path.suffix in (".jsonl", ".json"):
+            raise UserError(f"corpus file {source} does not exist")
         raise UserError(
             f"unknown retriever {source!r}{did_you_mean(source, EMBEDDED)} "
             f"(embedded: {', '.join(EMBEDDED)}; or the path of a corpus file)"
         )
+    state = path.stat()
+    return _from_file(str(path), state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=4)
+def _embedded(source: str) -> Retriever:
+    from envs.retrieval.bm25 import Bm25Retriever
+    from envs.tasks.factbook import build_world
+
+    world = build_world("tiny" if source == "factbook-tiny" else "full")
+    return Bm25Retriever.from_passages(world.passages)
+
+
+@lru_cache(maxsize=16)
+def _from_file(source: str, mtime_ns: int, size: int) -> Retriever:
+    from envs.retrieval.bm25 import Bm25Retriever
+
     return Bm25Retriever.from_file(source)

@@ -65,12 +65,12 @@ class Bm25Retriever:
             raise UserError(
                 f"corpus {path} does not exist (a file of JSON lines with id and contents is needed)"
             )
-        folders = [path.with_name(path.name + ".bm25"), _cache_folder(path)]
-        for folder in folders:
-            if _is_current(folder, path):
-                return cls._open(folder, path)
-        folder = next(folder for folder in folders if _writable(folder.parent) or folder is folders[-1])
-        _build_folder(folder, path)
+        folder = path.with_name(path.name + ".bm25")
+        if not _is_current(folder, path):
+            if not _writable(folder.parent):
+                folder = _cache_folder(path)
+            if not _is_current(folder, path):
+                _build_folder(folder, path)
         return cls._open(folder, path)
 
     @classmethod
@@ -148,14 +148,15 @@ def _build_folder(folder: Path, path: Path) -> None:
         }
         (aside / "about.json").write_text(json.dumps(about), encoding="utf-8")
         aside.chmod(0o755)
-        if folder.exists():
-            shutil.rmtree(folder)
-        try:
-            aside.rename(folder)
-        except OSError:
-            # Another process was faster; what it put there is the same, or the reader will say so.
-            if not _is_current(folder, path):
-                raise
+        # Another process may have been faster: what it put there is the same.
+        if not _is_current(folder, path):
+            if folder.exists():
+                shutil.rmtree(folder)
+            try:
+                aside.rename(folder)
+            except OSError:
+                if not _is_current(folder, path):
+                    raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

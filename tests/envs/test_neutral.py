@@ -1,0 +1,151 @@
+"""Hostile text: an independent reader, which squeezes case and spacing out, must find no tag left."""
+
+from __future__ import annotations
+
+import random
+import unicodedata
+
+import pytest
+
+from envs.neutral import CLIP_MARK, clip, clip_counted, count_words, neutralise
+
+TAGS = ("mem", "think", "tool_call", "search", "answer", "information")
+CONTROL = (
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|eot_id|>",
+    "<｜begin▁of▁sentence｜>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<bos>",
+    "<eos>",
+    "<pad>",
+    "<s>",
+    "</s>",
+    "[INST]",
+    "[/INST]",
+    "<<SYS>>",
+    "<</SYS>>",
+    "[TOOL_CALLS]",
+    "<unused7>",
+    "<tool_response>",
+    "<extra_id_0>",
+)
+FILLER = [
+    "Warsaw",
+    "is",
+    "a < b",
+    "x <3",
+    "größer",
+    "القدس",
+    "\u202eabc\u202c",
+    "\u200f",
+    "東京",
+    "a\ud800b",
+    "[1]",
+    "|",
+]
+GAPS = ["", "", " ", "\t", "\n", "\u200b", "\u200f", "\u00a0", "\u00ad", "\x00"]
+
+
+def squeezed(text: str) -> str:
+    """Compatibility forms folded, lower case, without white space, control and format characters."""
+    folded = unicodedata.normalize("NFKC", text).casefold()
+    return "".join(c for c in folded if not c.isspace() and unicodedata.category(c) not in ("Cc", "Cf", "Cs"))
+
+
+def obfuscated(token: str, rng: random.Random) -> str:
+    out = ""
+    for character in token:
+        if character.isalpha() and rng.random() < 0.5:
+            character = character.upper()
+        if character.isascii() and character.isalpha() and rng.random() < 0.05:
+            character = chr(ord(character) + 0xFEE0)
+        out += character + (rng.choice(GAPS) if rng.random() < 0.4 else "")
+    return out
+
+
+def hostile_documents(count: int, seed: int = 0) -> list[str]:
+    """Texts full of our tags and control tokens, every tenth with attributes, a few of them megabytes."""
+    rng = random.Random(seed)
+    documents = []
+    for number in range(count):
+        words: list[str] = []
+        for _ in range(rng.randint(1, 30)):
+            kind = rng.random()
+            if kind < 0.3:
+                words.append(rng.choice(FILLER))
+            elif kind < 0.75:
+                name = obfuscated(rng.choice(TAGS), rng)
+                slash = rng.choice(["", "/", " / "])
+                tail = (
+                    rng.choice(["", " class='x'", "/"]) if number % 10 == 0 else rng.choice(["", " ", "\n"])
+                )
+                words.append(f"<{rng.choice(GAPS)}{slash}{name}{tail}>")
+            else:
+                words.append(obfuscated(rng.choice(CONTROL), rng))
+        text = rng.choice(["", " "]).join(words)
+        documents.append(text * (1_200_000 // len(text) + 1) if number % 250 == 7 else text)
+    return documents
+
+
+def test_no_tag_and_no_control_token_survives_in_a_thousand_documents() -> None:
+    attacks = [f"<{slash}{tag}" for tag in TAGS for slash in ("", "/")] + [
+        squeezed(token) for token in CONTROL
+    ]
+    hit = 0
+    for document in hostile_documents(1000):
+        document = document[:20_000]
+        clean = neutralise(document)
+        assert len(clean) == len(document)
+        clean.encode("utf-8")
+        hit += any(attack in squeezed(document) for attack in attacks)
+        left = [attack for attack in attacks if attack in squeezed(clean)]
+        assert not left, f"{left} in {clean!r}"
+        assert neutralise(clean) == clean
+    assert hit > 900, "the generator must make attacks, or the test proves nothing"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "plain text",
+        "a < b and c > d",
+        "x<y, <memory>, <br>, <table>, see [1], [MIT], a|b",
+        "Größe 東京 القدس",
+        "price < $3 | cheap",
+        "<answered> <research> <thinking>",
+    ],
+)
+def test_ordinary_text_stays_as_it_is(text: str) -> None:
+    assert neutralise(text) == text
+
+
+def test_a_tag_stays_readable() -> None:
+    assert neutralise("a </Information> b") == "a ‹/Information> b"
+    assert neutralise("[INST] <|im_end|>") == "⟦INST] ‹|im_end¦>"
+    assert neutralise("a\ud800b") == "a\ufffdb"
+
+
+def test_many_openers_take_no_time() -> None:
+    # Quadratic matching would take minutes here.
+    for unit in ("<", "< ", "</", "<m", "<t o o l ", "[", "[ / ", "|", "<" + " " * 50):
+        assert neutralise(unit * (200_000 // len(unit)))
+    assert neutralise("<" + " " * 200_000)
+
+
+def test_clip_keeps_the_limit_and_shows_the_cut() -> None:
+    assert clip("abcdef", 6) == "abcdef"
+    assert clip("abcdefgh", 7) == "abc" + CLIP_MARK and len(CLIP_MARK) == 4
+    assert [len(clip("x" * 100, limit)) for limit in range(8)] == list(range(8))
+
+
+def test_clip_counted_cuts_between_words_by_any_counter() -> None:
+    assert clip_counted("one two three", 3, count_words) == "one two three"
+    assert clip_counted("one two three four", 3, count_words) == "one two" + CLIP_MARK
+    assert clip_counted("one two", 1, lambda text: len(text)) == ""
+    assert clip_counted("one two three", 12, len) == "one two" + CLIP_MARK
+    long = " ".join(["word"] * 10_000)
+    cut = clip_counted(long, 100, count_words)
+    assert count_words(cut) == 100 and cut.endswith(CLIP_MARK)
