@@ -15,8 +15,9 @@ What no source states, and is decided here:
 - Temperature 1, whatever the rollouts were sampled with: P is a probability under the model.
 - Of several aliases the most likely one counts, for each context on its own. With several objectives one
   objective at a time takes its aliases while the others keep their first (`score_context.answer_forms`).
-- A step is the completion's text as the policy wrote it and the information it got. Chat control tokens in it
-  are left out: they would end the user's message.
+- The question is the one the policy read, a memory stands as the environment carries it (tags inside it made
+  harmless), a step is the completion's text as the policy wrote it and the information it got. Chat control
+  tokens are left out: they would end the user's message.
 - A transcript over the window loses its oldest steps, a memory over it the end of its text; both are counted.
 
 All turns of a trajectory are scored in one pass over a token tree (`agent.score_tree`), so the tokens
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,15 +37,17 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from agent.prompts import PromptBuilder
 from agent.score_context import (
     ANSWER_PREFIX,
+    Frame,
     Segment,
     Segments,
     answer_forms,
-    chat_renderer,
     frame,
     memory_block,
     memory_context,
+    opening,
     question_line,
     step_text,
     transcript_context,
@@ -60,6 +63,7 @@ from agent.score_forward import (
 from agent.score_tree import Ids, Query, build_row, plan_rows
 from agent.trajectory import Group, Trajectory
 from envs.errors import UserError
+from envs.neutral import neutralise
 
 __all__ = ["MemoryScore", "MemoryScorer", "ScoreReport", "memory_context", "step_text", "transcript_context"]
 
@@ -112,13 +116,26 @@ class _TurnKeys:
     cut: bool
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """Segments of one trajectory; a step has two: as the end of a context, and with more after it.
+
+    The first ``initial`` steps were there before turn 1.
+    """
+
+    question: Segment
+    initial: int
+    steps: list[tuple[Segment, Segment]]
+    memories: list[Segment | None]
+
+
 class MemoryScorer:
     """Scores all turns of all trajectories of groups.
 
     Args:
         tokenizer: a Hugging Face tokenizer; its chat template makes the prompt.
         system: system prompt of the rollouts; empty for none.
-        render: user text -> whole prompt text, where not the tokenizer's chat template makes it.
+        prompts: the rollouts' prompt builder, in place of ``system``.
         token_budget: padded tokens of one forward pass (a longer row has a pass of its own).
         row_tokens: tokens of one tree; a larger one is split, and its trunk computed again for each part.
         window: longest context with its answer, in tokens; None: as the model's configuration says.
@@ -129,7 +146,7 @@ class MemoryScorer:
         tokenizer: Any,
         *,
         system: str = "",
-        render: Callable[[str], str] | None = None,
+        prompts: PromptBuilder | None = None,
         token_budget: int = 4096,
         row_tokens: int = 16384,
         window: int | None = None,
@@ -140,7 +157,7 @@ class MemoryScorer:
         self.token_budget, self.row_tokens, self.window = token_budget, row_tokens, window
         self.report = ScoreReport()
         self._tokenizer = tokenizer
-        self._head, self._tail = frame(render or chat_renderer(tokenizer, system))
+        self._frame = frame(prompts or PromptBuilder(tokenizer, system))
         self._refusals: WeakKeyDictionary[torch.nn.Module, dict[bool, str | None]] = WeakKeyDictionary()
 
     def score(self, model: torch.nn.Module, groups: Sequence[Group]) -> list[list[list[MemoryScore]]]:
@@ -155,10 +172,7 @@ class MemoryScorer:
         """
         self.report = ScoreReport()
         segments = Segments(self._tokenizer)
-        contexts = [
-            _GroupContexts(index, group, self._head, self._tail, segments)
-            for index, group in enumerate(groups)
-        ]
+        contexts = [_GroupContexts(index, group, self._frame, segments) for index, group in enumerate(groups)]
         segments.encode()
         window = _window(model, self.window)
         units = [unit for group in contexts for unit in group.build(window, self.report)]
@@ -212,74 +226,71 @@ class MemoryScorer:
 class _GroupContexts:
     """All contexts of one group: texts are asked for at construction, queries built when they are encoded."""
 
-    def __init__(self, index: int, group: Group, head: str, tail: str, segments: Segments) -> None:
-        self._index, self._group, self._segments = index, group, segments
-        task = group.task
-        forms = answer_forms(task.golds)
+    def __init__(self, index: int, group: Group, frame: Frame, segments: Segments) -> None:
+        self._index, self._segments, self._task = index, segments, group.task
+        forms = answer_forms(group.task.golds)
         if not forms:
-            raise UserError(f"task {task.id!r}: its gold answers are blank; nothing can be scored")
-        self._question = segments.add(head + question_line(task.question), after="")
-        self._tail = segments.add(tail, after=segments.inside)
-        self._prefix = segments.add(ANSWER_PREFIX, after=segments.inside)
-        self._close = segments.add("</mem>", after=segments.inside)
-        self._forms = [segments.add(form, after=ANSWER_PREFIX) for form in forms]
-        self._memories: list[list[Segment | None]] = []
-        self._steps: list[list[tuple[Segment, Segment]]] = []
-        for trajectory in group.trajectories:
-            self._memories.append([self._memory(turn.memory) for turn in trajectory.turns])
-            self._steps.append(self._transcript(trajectory))
+            raise UserError(f"task {group.task.id!r}: its gold answers are blank; nothing can be scored")
+        add, inside = segments.add, segments.inside
+        self._leading = np.array(frame.leading, dtype=np.int64)
+        self._end = (add(frame.after, inside), add(ANSWER_PREFIX, inside))
+        self._close = add("</mem>", inside)
+        self._forms = [add(form, ANSWER_PREFIX) for form in forms]
+        self._plans = [self._plan(trajectory, frame.before) for trajectory in group.trajectories]
         self.keys: list[list[_TurnKeys]] = []
         self._done: set[Hashable] = set()
 
-    def _memory(self, memory: str | None) -> Segment | None:
-        if memory is None:
-            return None
-        return self._segments.add(memory_block(self._segments.clean(memory)), after=self._segments.inside)
-
-    def _transcript(self, trajectory: Trajectory) -> list[tuple[Segment, Segment]]:
-        """Each step before the last turn in two forms: as the end of a context, and with more after it."""
-        add, inside = self._segments.add, self._segments.inside
-        texts = [
-            self._segments.clean(step_text(turn.text, turn.information)) for turn in trajectory.turns[:-1]
-        ]
-        return [(add(text, inside), add(text + "\n", inside)) for text in texts]
+    def _plan(self, trajectory: Trajectory, before: str) -> _Plan:
+        add, inside, clean = self._segments.add, self._segments.inside, self._segments.clean
+        question, initial = opening(self._task, trajectory)
+        steps = [step_text(turn.text, turn.information) for turn in trajectory.turns[:-1]]
+        memories = [turn.memory for turn in trajectory.turns]
+        return _Plan(
+            question=add(before + question_line(question), ""),
+            initial=len(initial),
+            steps=[(add(text, inside), add(text + "\n", inside)) for text in map(clean, [*initial, *steps])],
+            memories=[
+                None if text is None else add(memory_block(clean(neutralise(text))), inside)
+                for text in memories
+            ],
+        )
 
     def build(self, window: int | None, report: ScoreReport) -> list[list[Query]]:
         """Queries of each trajectory that no earlier trajectory of the group has asked."""
+        return [self._build(plan, window, report) for plan in self._plans]
+
+    def _build(self, plan: _Plan, window: int | None, report: ScoreReport) -> list[Query]:
         ids = self._segments
-        end = np.concatenate([ids[self._tail], ids[self._prefix]])
+        start, end = [self._leading, ids[plan.question]], [ids[segment] for segment in self._end]
         answers = tuple(ids[form] for form in self._forms)
-        fixed = len(ids[self._question]) + len(end) + max(len(answer) for answer in answers) - 1
+        fixed = sum(map(len, [*start, *end])) + max(map(len, answers)) - 1
         if window is not None and fixed > window:
             raise UserError(
-                f"task {self._group.task.id!r}: question and answer need {fixed} tokens, "
-                f"the window has {window}"
+                f"task {self._task.id!r}: question and answer need {fixed} tokens, the window has {window}"
             )
         room = math.inf if window is None else window - fixed
-        units: list[list[Query]] = []
-        for memories, steps in zip(self._memories, self._steps, strict=True):
-            unit: list[Query] = []
+        queries: list[Query] = []
 
-            def ask(key: Hashable, parts: Sequence[Ids], unit: list[Query] = unit) -> Hashable:
-                key = (self._index, key)
-                if key not in self._done:
-                    self._done.add(key)
-                    unit.append(Query(key, np.concatenate([ids[self._question], *parts, end]), answers))
-                return key
+        def ask(kind: str, told: tuple[Segment, ...], parts: Sequence[Ids]) -> Hashable:
+            key = (self._index, kind, plan.question, told)
+            if key not in self._done:
+                self._done.add(key)
+                queries.append(Query(key, np.concatenate([*start, *parts, *end]), answers))
+            return key
 
-            mem = [
-                None if memory is None else ask(("mem", memory), [self._fit_memory(memory, room, report)])
-                for memory in memories
-            ]
-            turns: list[_TurnKeys] = []
-            for turn in range(len(memories)):
-                shown = self._fit_steps(steps[:turn], room, report)
-                parts = [ids[more] for _, more in shown[:-1]] + [ids[last] for last, _ in shown[-1:]]
-                full = ask(("full", *(last for last, _ in shown)), parts)
-                turns.append(_TurnKeys(mem[turn], full, cut=len(shown) < turn))
-            self.keys.append(turns)
-            units.append(unit)
-        return units
+        mem = [
+            None if memory is None else ask("mem", (memory,), [self._fit_memory(memory, room, report)])
+            for memory in plan.memories
+        ]
+        turns: list[_TurnKeys] = []
+        for turn, memory_key in enumerate(mem):
+            before = plan.steps[: plan.initial + turn]
+            shown = self._fit_steps(before, room, report)
+            parts = [ids[more] for _, more in shown[:-1]] + [ids[last] for last, _ in shown[-1:]]
+            full = ask("full", tuple(last for last, _ in shown), parts)
+            turns.append(_TurnKeys(memory_key, full, cut=len(shown) < len(before)))
+        self.keys.append(turns)
+        return queries
 
     def _fit_memory(self, memory: Segment, room: float, report: ScoreReport) -> Ids:
         ids, close = self._segments[memory], self._segments[self._close]
@@ -317,4 +328,5 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
-        model.train(training)
+        if training:
+            model.train()

@@ -8,13 +8,19 @@ of t + 1. Segments end where common tokenizers split anyway: at a tag, after a n
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from agent.prompts import PromptBuilder
 from agent.score_tree import Ids
+from agent.trajectory import Trajectory
+from envs.base import render_observation
 from envs.errors import UserError
+from envs.neutral import neutralise
+from envs.tasks.task import Task
 
 ANSWER_PREFIX = "<answer>"
 
@@ -26,23 +32,30 @@ Segment = tuple[str, str]
 
 _PLACEHOLDER = "MEMPO-CONTEXT-GOES-HERE"
 
-
-def question_line(question: str) -> str:
-    return f"Question: {question}\n"
-
-
-def memory_block(memory: str) -> str:
-    return f"<mem>{memory}</mem>"
+_FIRST_OBSERVATION = re.compile(
+    r"Question: (?P<question>.*?)(?:\n(?P<information><information>.*</information>))?"
+    r"(?:\nTurns left: \d+|\n)?",
+    re.DOTALL,
+)
 
 
 def memory_context(question: str, memory: str) -> str:
     """What P_mem reads: the question and the text of one memory, no history."""
-    return question_line(question) + memory_block(memory)
+    return render_observation({"question": question, "carried": [memory_block(memory)], "hint": ""})
 
 
 def transcript_context(question: str, steps: Sequence[str]) -> str:
     """What P_full reads: the question and the whole transcript; each step is a `step_text`, oldest first."""
-    return question_line(question) + "\n".join(steps)
+    return render_observation({"question": question, "carried": list(steps), "hint": ""})
+
+
+def question_line(question: str) -> str:
+    """How both begin."""
+    return transcript_context(question, [])
+
+
+def memory_block(memory: str) -> str:
+    return f"<mem>{memory}</mem>"
 
 
 def step_text(completion: str, information: str) -> str:
@@ -66,29 +79,43 @@ def answer_forms(golds: Sequence[Sequence[str]]) -> tuple[str, ...]:
     return tuple(form for form in forms if form.strip())[:MAX_ANSWERS]
 
 
-def chat_renderer(tokenizer: Any, system: str) -> Callable[[str], str]:
-    """User text -> whole prompt text through the tokenizer's chat template."""
-    messages = [{"role": "system", "content": system}] if system else []
+def opening(task: Task, trajectory: Trajectory) -> tuple[str, list[str]]:
+    """The question as the policy read it (an environment may number objectives), and what came along with it.
 
-    def render(text: str) -> str:
-        conversation = [*messages, {"role": "user", "content": text}]
-        return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+    The first observation has no step in it; an environment that hands out documents may begin with the first.
+    Without a first observation in `envs.base`'s form the question is the task's.
+    """
+    observation = trajectory.turns[0].observation if trajectory.turns else ""
+    match = _FIRST_OBSERVATION.fullmatch(observation)
+    if match is None:
+        return neutralise(task.question), []
+    return match["question"], [match["information"]] if match["information"] else []
 
-    return render
+
+@dataclass(frozen=True)
+class Frame:
+    """What a prompt has before and after the user's text; ``leading`` ids stand before everything."""
+
+    leading: tuple[int, ...]
+    before: str
+    after: str
 
 
-def frame(render: Callable[[str], str]) -> tuple[str, str]:
-    """What a prompt has before and after the user's text.
+def frame(prompts: PromptBuilder) -> Frame:
+    """Take a prompt apart.
 
     Raises:
-        UserError: the template does not show the user's text exactly once.
+        UserError: the chat template does not show the user's text exactly once.
     """
-    parts = render(_PLACEHOLDER).split(_PLACEHOLDER)
+    whole = prompts.render(_PLACEHOLDER)
+    parts = whole.split(_PLACEHOLDER)
     if len(parts) != 2:
         raise UserError(
             f"the chat template shows the user's message {len(parts) - 1} times; it must show it once"
         )
-    return parts[0], parts[1]
+    text = prompts.tokenizer.encode(whole, add_special_tokens=False)
+    ids = prompts.build(_PLACEHOLDER)
+    return Frame(ids[: len(ids) - len(text)], *parts)
 
 
 class Segments:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -29,10 +30,12 @@ from transformers import (
 )
 
 from agent.memory_score import MemoryScorer, memory_context, transcript_context
-from agent.score_context import answer_forms
+from agent.prompts import PromptBuilder
+from agent.score_context import answer_forms, frame
 from agent.score_tree import Query, build_row, plan_rows
 from agent.tiny import build_tokenizer
 from agent.trajectory import Group, Trajectory, Turn
+from envs.base import render_observation
 from envs.errors import UserError
 from envs.tasks.task import Task
 
@@ -401,7 +404,7 @@ def test_answer_forms():
     assert len(many) == 8 and many[:3] == ("x0; y", "x1; y", "x0; z")
 
 
-def test_control_tokens_the_policy_wrote_stay_out(tokenizer):
+def test_control_tokens_the_policy_wrote_are_harmless(tokenizer):
     model = build("qwen2", len(tokenizer)).eval()
     task = Task("q", ("Q?",), (("Lima",),))
 
@@ -409,8 +412,80 @@ def test_control_tokens_the_policy_wrote_stay_out(tokenizer):
         last = MemoryScorer(tokenizer).score(model, [Group(task, (trajectory(0, *turns),))])[0][0][-1]
         return last.p_mem, last.p_full
 
-    dirty = score(turn("a<|im_end|>", "q<|im_start|>"), turn("b<|im_end|>", None))
-    assert dirty == score(turn("a", "q"), turn("b", None))
+    dirty = score(turn("a<|im_end|>", "q<|im_start|>"), turn("b<|im_end|></mem>", None))
+    carried = alone(model, tokenizer, "Question: Q?\n<mem>b‹|im_end¦>‹/mem></mem>", ["Lima"])
+    step = "<mem>a</mem><think>step</think><search>q</search>\n<information>" + DOCUMENT + "</information>"
+    assert dirty == pytest.approx(
+        (carried, alone(model, tokenizer, f"Question: Q?\n{step}", ["Lima"])), abs=1e-10
+    )
+
+
+@pytest.mark.parametrize(
+    ("observation", "shown", "before"),
+    [
+        ("Question: 1) Q? 2) R?\n", "1) Q? 2) R?", ""),
+        ("Question: Q?; R?\nTurns left: 16", "Q?; R?", ""),
+        ("Question: two\nlines\n", "two\nlines", ""),
+        (
+            "Question: Q?; R?\n<information>page 1</information>\nTurns left: 3",
+            "Q?; R?",
+            "<information>page 1</information>",
+        ),
+        ("an observation of another form", "Q?; R?", ""),
+    ],
+)
+def test_the_question_is_the_one_that_the_policy_read(observation, shown, before, tokenizer):
+    task = Task("q", ("Q?", "R?"), (("Lima",), ("Nile",)))
+    turns = (replace(turn("Lima", "Peru"), observation=observation), turn("Quito", None))
+    model = build("qwen2", len(tokenizer)).eval()
+    first, second = MemoryScorer(tokenizer).score(model, [Group(task, (trajectory(0, *turns),))])[0][0]
+    start = f"Question: {shown}\n"
+    step = f"<mem>Lima</mem><think>step</think><search>Peru</search>\n<information>{DOCUMENT}</information>"
+    expected = [
+        f"{start}{before}",
+        f"{start}<mem>Quito</mem>",
+        start + "\n".join(filter(None, [before, step])),
+    ]
+    found = [first.p_full, second.p_mem, second.p_full]
+    assert found == pytest.approx(
+        [alone(model, tokenizer, text, ["Lima; Nile"]) for text in expected], abs=1e-10
+    )
+
+
+def test_contexts_of_a_base_model_without_a_chat_template():
+    tokenizer = gpt2_like()
+    tokenizer.chat_template = None
+    model = build("qwen2", len(tokenizer)).eval()
+    prompts = PromptBuilder(tokenizer, "Rules.")
+    group = Group(Task("q", ("Q?",), (("Lima",),)), (trajectory(0, turn("Lima", None)),))
+    scorer = MemoryScorer(tokenizer, prompts=prompts)
+    text = "Rules.\n\nQuestion: Q?\n<mem>Lima</mem>\n"
+    ids = tokenizer.encode(text, add_special_tokens=False) + tokenizer.encode("<answer>Lima")
+    gold = len(tokenizer.encode("Lima"))
+    with torch.no_grad():
+        logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    mean = sum(float(logprobs[i - 1, ids[i]]) for i in range(len(ids) - gold, len(ids))) / gold
+    assert scorer.score(model, [group])[0][0][0].p_mem == pytest.approx(math.exp(mean), abs=1e-10)
+
+
+def test_ids_that_a_tokenizer_puts_first_stay_first():
+    """Gemma's and Llama's <bos>: in the plain prompt it stands before everything, as in the rollouts."""
+    tokenizer = gpt2_like()
+    tokenizer.chat_template = None
+    inner = tokenizer.backend_tokenizer
+    inner.post_processor = processors.TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", 0)])
+    prompts = PromptBuilder(tokenizer, "Rules.")
+    assert prompts.build("x")[0] == 0
+    assert frame(prompts).leading == (0,)
+    assert frame(prompts).before == "Rules.\n\n"
+
+
+def test_contexts_are_what_the_environment_would_show():
+    """A whole history read as an observation, with the environment's own renderer."""
+    steps = ["<mem>m</mem>\n<information>i</information>", "<mem>n</mem>\n<information>j</information>"]
+    for carried in ([], steps[:1], steps):
+        parts = {"question": "Who?", "carried": carried, "hint": ""}
+        assert transcript_context("Who?", carried) == render_observation(parts)
 
 
 def test_the_cost_is_linear_in_turns(tokenizer):
