@@ -1,0 +1,222 @@
+"""Log-probs of trained tokens under a causal language model, without ever holding all logits.
+
+Works on any transformers decoder-only model: the decoder runs on the whole micro-batch, its hidden states are
+selected where a trained token is predicted, and only those meet the vocabulary head, in chunks. Models that
+do something between head and logits (Gemma 2's soft cap, Cohere's scale) are noticed by a probe and take the
+model's own head instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trainer.packing import MicroBatch, Row, micro_batches
+
+# Above so many logits (float32: 64 MiB) a chunk's logits are computed again in the backward pass.
+_KEPT_LOGITS = 2**24
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """``(N,)`` log-probs (nats, temperature applied) of a micro-batch's trained tokens and the entropies there.
+
+    ``entropy`` is detached unless it was asked for with gradient.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+class Forward:
+    """The forward pass of one model.
+
+    Args:
+        model: a transformers causal language model, bare or wrapped by peft.
+        temperature: logits are divided by it.
+        autocast: ``bfloat16`` runs the decoder in it; head and log-softmax stay in float32 at least.
+        entropy_gradient: keep the gradient of the entropies.
+    """
+
+    def __init__(
+        self, model: Any, *, temperature: float = 1.0, autocast: str = "none", entropy_gradient: bool = False
+    ) -> None:
+        self.model = model
+        self.temperature = temperature
+        self.autocast = autocast
+        self.entropy_gradient = entropy_gradient
+        self._plain = _base(model)
+        self._own_head: bool | None = None
+        self._layouts: dict[str, bool] = {}
+
+    def agrees(self, layout: Literal["branches", "packed"]) -> bool:
+        """Whether the model computes the same in a layout as row by row, found out once on a few tokens.
+
+        ``branches``: prompts shared under an explicit mask; ``packed``: rows told apart by their positions alone.
+        """
+        if layout not in self._layouts:
+            self._layouts[layout] = _layout_agrees(self, layout)
+        return self._layouts[layout]
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = next(self.model.parameters()).device
+        return device
+
+    def __call__(self, batch: MicroBatch) -> TokenScores:
+        """One pass over the micro-batch; with gradient unless the caller switched it off."""
+        batch = batch.to(self.device)
+        if self._own_head is None:
+            self._own_head = not _head_is_last(self._plain)
+        if self._own_head:
+            logits = self._through_own_head(batch)
+            return self._score(logits, batch.targets)
+        hidden = self._hidden(batch).flatten(0, 1).index_select(0, batch.sources)
+        return self._chunks(hidden, batch.targets)
+
+    def hidden(self, batch: MicroBatch) -> Tensor:
+        """``(N, H)`` hidden states that predict the trained tokens (what a critic reads)."""
+        batch = batch.to(self.device)
+        return self._hidden(batch).flatten(0, 1).index_select(0, batch.sources)
+
+    def _hidden(self, batch: MicroBatch) -> Tensor:
+        with self._precision():
+            hidden: Tensor = self._plain.get_decoder()(**self._inputs(batch)).last_hidden_state
+        return hidden
+
+    def _inputs(self, batch: MicroBatch) -> dict[str, Any]:
+        inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
+        if batch.positions is not None:
+            inputs["position_ids"] = batch.positions
+        if batch.mask is not None:
+            inputs["attention_mask"] = self._attention_mask(batch.mask)
+        return inputs
+
+    def _attention_mask(self, mask: Tensor) -> Tensor:
+        if self._plain.config._attn_implementation == "sdpa":
+            return mask
+        dtype = self._plain.dtype
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(
+            ~mask, torch.finfo(dtype).min
+        )
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast == "none":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=getattr(torch, self.autocast))
+
+    def _chunks(self, hidden: Tensor, targets: Tensor) -> TokenScores:
+        head = self._plain.get_output_embeddings()
+        vocabulary = head.weight.shape[0]
+        hidden = hidden.to(head.weight.dtype)
+        size = max(1, _KEPT_LOGITS // vocabulary)
+        if hidden.shape[0] <= size:
+            return self._score(head(hidden), targets)
+
+        def score(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+            scores = self._score(head(states), ids)
+            return scores.logprobs, scores.entropy
+
+        pieces = [
+            checkpoint(score, states, ids, use_reentrant=False)
+            for states, ids in zip(torch.split(hidden, size), torch.split(targets, size), strict=True)
+        ]
+        return TokenScores(
+            logprobs=torch.cat([piece[0] for piece in pieces]),
+            entropy=torch.cat([piece[1] for piece in pieces]),
+        )
+
+    def _score(self, logits: Tensor, targets: Tensor) -> TokenScores:
+        if not _is_wide(logits.dtype):
+            logits = logits.float()
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        distribution = torch.log_softmax(logits, dim=-1)
+        logprobs = distribution.gather(-1, targets[:, None])[:, 0]
+        with torch.set_grad_enabled(self.entropy_gradient and torch.is_grad_enabled()):
+            entropy = torch.special.entr(distribution.exp()).sum(-1)
+        return TokenScores(logprobs=logprobs, entropy=entropy)
+
+    def _through_own_head(self, batch: MicroBatch) -> Tensor:
+        """``(N, V)`` logits: the model's head on the columns where any line predicts a trained token."""
+        width = batch.input_ids.shape[1]
+        columns, column_of = torch.unique(batch.sources % width, return_inverse=True)
+        with self._precision():
+            logits: Tensor = self._plain(**self._inputs(batch), logits_to_keep=columns).logits
+        return logits[batch.sources // width, column_of]
+
+
+def _is_wide(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float32, torch.float64)
+
+
+def _base(model: Any) -> Any:
+    """The transformers model inside a peft wrapper (its adapted layers stay in place), or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@torch.no_grad()
+def _head_is_last(model: Any) -> bool:
+    """Whether logits are the head's output and nothing else, found out on four tokens."""
+    head = model.get_output_embeddings()
+    if head is None:
+        return False
+    device = next(model.parameters()).device
+    ids = torch.arange(4, device=device)[None] % head.weight.shape[0]
+    with _evaluating(model):
+        hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+        expected = model(input_ids=ids, use_cache=False).logits
+    return torch.allclose(head(hidden), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def _layout_agrees(forward: Forward, layout: Literal["branches", "packed"]) -> bool:
+    plain = forward._plain
+    if layout == "branches":
+        windowed = any(kind != "full_attention" for kind in getattr(plain.config, "layer_types", None) or ())
+        if windowed or plain.config._attn_implementation not in ("sdpa", "eager"):
+            return False  # one explicit mask cannot stand for several kinds of layers
+    vocabulary = plain.get_output_embeddings().weight.shape[0]
+    rows = [_probe(tuple(token % vocabulary for token in completion)) for completion in ((5, 6, 7), (8, 9))]
+    single = torch.cat([forward(micro_batches([row], 64)[0]).logprobs for row in rows])
+    try:
+        if layout == "branches":
+            batch = micro_batches(rows, 64, share_prompts=True)[0]
+        else:
+            batch = micro_batches(rows, 64, layout="packed")[0]
+        together = forward(batch).logprobs
+    except (TypeError, ValueError, RuntimeError):
+        return False  # the model does not take positions, or not this mask
+    return torch.allclose(single, together, rtol=0.0, atol=1e-3 if forward.autocast == "none" else 0.1)
+
+
+def _probe(completion: tuple[int, ...]) -> Row:
+    count = len(completion)
+    zeros = (0.0,) * count
+    return Row((1, 2, 3, 4), completion, (True,) * count, zeros, zeros, question=0, trajectory=0, turn=0)
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def silence_dropout(model: nn.Module) -> None:
+    """Switch dropout off for good: a ratio compares two passes over the same tokens, so both must agree."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "attn_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
