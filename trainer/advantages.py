@@ -1,9 +1,9 @@
 """From rewards and memory scores to advantages: pure functions on plain numbers.
 
 Statistics are over trajectories (outcome) or scored memories (memory), never over rows or tokens, so
-splitting or merging turns changes nobody's advantage. All results are detached numbers: gradients flow only through the
-new log-probabilities of the loss. Source: MemPO, arXiv 2603.00680, with this project's choices where it is
-silent (marked as such).
+splitting or merging turns changes nobody's advantage. All results are detached numbers: gradients flow only
+through the new log-probabilities of the loss. Source: MemPO, arXiv 2603.00680, with this project's choices
+where it is silent (marked as such).
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ def memory_rewards(
         baseline: what is subtracted: ``full`` P_full(t) (paper), ``none`` nothing, ``previous`` P_mem(t - 1).
 
     Returns:
-        One number a turn, None where it cannot be known. [choice] ``previous`` compares with the question alone
-        (P_full of turn 1) at turn 1 and after a turn without memory, since then nothing was carried over.
+        One number a turn, None where it cannot be known. [choice] ``previous`` compares with the question
+        alone (P_full of turn 1) at turn 1 and after a turn without memory, since then nothing was carried
+        over.
 
     Raises:
         ValueError: lengths differ, or the baseline is unknown.
@@ -98,7 +99,8 @@ def memory_advantages(
     """A_M of one group: ``(R_M - mean) / (std + eps)`` within a pool of memories.
 
     Args:
-        scores: R_M by trajectory and turn; None or nan (no memory, not scored) stays out of the pool and gets 0.
+        scores: R_M by trajectory and turn; None or nan (no memory, not scored) stays out of the pool and gets
+            0.
         pool: ``group``, all turns of all trajectories together (paper), or ``turn``, equal turn indices only.
         scale, std, eps: as in `outcome_advantages`.
         min_pool: with the pool ``turn``, a turn index with fewer scored memories joins the pool of the one
@@ -128,7 +130,8 @@ def memory_advantages(
 def token_advantages(
     a_outcome: float, a_memory: float, alpha: float, length: int, memory_span: tuple[int, int] | None
 ) -> list[float]:
-    """One turn's advantages by token: A_T everywhere, ``A_T + alpha * A_M`` on the memory block, tags included.
+    """One turn's advantages by token: A_T everywhere, ``A_T + alpha * A_M`` on the memory block, tags
+    included.
 
     Args:
         length: completion tokens of the turn.
@@ -149,7 +152,8 @@ def token_advantages(
 def generalised_advantages(
     rewards: Sequence[float], values: Sequence[float], *, gamma: float = 1.0, lam: float = 0.95
 ) -> tuple[list[float], list[float]]:
-    """GAE over the tokens that the policy wrote in one trajectory, all its turns in order (PPO with a critic).
+    """GAE over the tokens that the policy wrote in one trajectory, all its turns in order (PPO with a
+    critic).
 
     Args:
         rewards: one number a token; the outcome stands on the last one.

@@ -25,7 +25,8 @@ _KEPT_LOGITS = 2**24
 
 @dataclass(frozen=True)
 class TokenScores:
-    """``(N,)`` log-probs (nats, temperature applied) of a micro-batch's trained tokens and the entropies there.
+    """``(N,)`` log-probs (nats, temperature applied) of a micro-batch's trained tokens and the entropies
+    there.
 
     ``entropy`` is detached unless it was asked for with gradient.
     """
@@ -58,7 +59,8 @@ class Forward:
     def agrees(self, layout: Literal["branches", "packed"]) -> bool:
         """Whether the model computes the same in a layout as row by row, found out once on a few tokens.
 
-        ``branches``: prompts shared under an explicit mask; ``packed``: rows told apart by their positions alone.
+        ``branches``: prompts shared under an explicit mask; ``packed``: rows told apart by their positions
+        alone.
         """
         if layout not in self._layouts:
             self._layouts[layout] = _layout_agrees(self, layout)
@@ -157,7 +159,8 @@ def _is_wide(dtype: torch.dtype) -> bool:
 
 
 def _base(model: Any) -> Any:
-    """The transformers model inside a peft wrapper (its adapted layers stay in place), or the model itself."""
+    """The transformers model inside a peft wrapper (its adapted layers stay in place), or the model
+    itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

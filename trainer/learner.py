@@ -32,18 +32,20 @@ from trainer.reference import attach_lora, frozen_copy, reference_mode
 
 
 class NonFiniteError(RuntimeError):
-    """Too many steps in a row had a loss or gradient that was not finite: stop, and go back to a checkpoint."""
+    """Too many steps in a row had a loss or gradient that was not finite: stop, and go back to a
+    checkpoint."""
 
 
 class Learner:
     """Owns the policy's weights, their optimizer and the reference policy.
 
     Args:
-        model: a transformers causal language model; it is trained in place (or wrapped, with ``config.lora``).
+        model: a transformers causal language model; it is trained in place (or wrapped, with
+            ``config.lora``).
         config: see `LearnerConfig`.
         reference: the reference policy. None: a frozen copy of ``model`` as it is now, when ``kl_coef`` asks
-            for one (the base under the adapters with LoRA). Build the learner on the cold-start model first and
-            load a checkpoint's state after it, and the reference is the cold start also after a resume.
+            for one (the base under the adapters with LoRA). Build the learner on the cold-start model first
+            and load a checkpoint's state after it, and the reference is the cold start also after a resume.
         seed: decides the order of mini-batches.
     """
 
@@ -108,8 +110,8 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         """Everything a bit-exact resume needs: ``{"tensors": {name: Tensor}, "values": plain numbers}``.
 
-        Trainable weights, moments and the shuffle's generator are tensors (safetensors takes them); counters are
-        plain. The reference policy and frozen weights are not in it: they are the cold-start model's.
+        Trainable weights, moments and the shuffle's generator are tensors (safetensors takes them); counters
+        are plain. The reference policy and frozen weights are not in it: they are the cold-start model's.
         """
         tensors = {f"model.{name}": p.detach() for name, p in self.optimizer.parameters.items()}
         tensors |= {f"optimizer.{name}": value for name, value in self.optimizer.state_tensors().items()}

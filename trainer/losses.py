@@ -1,8 +1,8 @@
 """The policy loss: pure functions on tensors of response tokens.
 
 Everything is flat: ``(N,)`` response tokens, whatever rows, micro-batches or paddings they came from. What a
-token weighs in the whole optimizer step is handed in (`aggregation_weights`), fixed before the first backward,
-so that no partition of the rows can change the gradient.
+token weighs in the whole optimizer step is handed in (`aggregation_weights`), fixed before the first
+backward, so that no partition of the rows can change the gradient.
 
 The KL to the reference, as a *loss* on tokens the policy sampled, has these expected gradients:
 
@@ -120,7 +120,8 @@ def clipped_surrogate(
 
 
 def importance_weights(trainer_logprobs: Tensor, engine_logprobs: Tensor, cap: float) -> Tensor:
-    """Token-level truncated importance sampling, ``min(p_trainer / p_engine, cap)``, ``(N,)`` without gradient.
+    """Token-level truncated importance sampling, ``min(p_trainer / p_engine, cap)``, ``(N,)`` without
+    gradient.
 
     It corrects for an engine that samples from slightly other probabilities than the trainer computes for the
     same weights.
@@ -155,7 +156,8 @@ def aggregation_weights(
     Args:
         kind: ``token``: 1 / tokens. ``trajectory``: 1 / (trajectories * tokens of the token's trajectory).
             ``constant``: 1 / (trajectories * constant_length).
-        trajectory_tokens: ``(N,)`` trained tokens of the trajectory each token belongs to, over all its turns.
+        trajectory_tokens: ``(N,)`` trained tokens of the trajectory each token belongs to, over all its
+            turns.
         denominators: see `Denominators`.
 
     Returns:

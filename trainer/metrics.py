@@ -14,8 +14,8 @@ class UpdateMetrics:
     """Sums over the micro-batches and steps of one update; `summary` turns them into plain numbers.
 
     Every entry is a mean over the trained tokens that were computed, in all epochs, unless its name says
-    otherwise. ``engine_*`` compare the trainer's log-probs with those the engine reported for the same tokens:
-    they are taken in the first optimizer step only, before the weights have moved.
+    otherwise. ``engine_*`` compare the trainer's log-probs with those the engine reported for the same
+    tokens: they are taken in the first optimizer step only, before the weights have moved.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,8 @@ class UpdateMetrics:
         entropy: Tensor,
         correction: Tensor | None,
     ) -> None:
-        """Token-level tensors of one micro-batch, all detached; ``loss`` is its scalar share of the step's loss."""
+        """Token-level tensors of one micro-batch, all detached; ``loss`` is its scalar share of the step's
+        loss."""
         self._step_loss.append(loss)
         self._add("tokens", torch.tensor(float(logprobs.numel())))
         self._add("entropy", entropy.sum())

@@ -117,8 +117,8 @@ class OptimizerSet:
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> OptimizerSet:
     """The optimizer of a model's trainable parameters, as `OptimizerConfig` says.
 
-    Weight decay applies to matrices only. With ``muon``, hidden matrices go to `torch.optim.Muon`; embeddings,
-    the vocabulary head, norms and biases stay with AdamW.
+    Weight decay applies to matrices only. With ``muon``, hidden matrices go to `torch.optim.Muon`;
+    embeddings, the vocabulary head, norms and biases stay with AdamW.
 
     Raises:
         ValueError: nothing in the model can be trained.

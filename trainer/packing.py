@@ -5,11 +5,11 @@ A row is one turn: a prompt and the completion sampled for it. Two layouts give 
 - ``padded``: sequences of like length side by side, padded on the right. Under a causal mask padding on the
   right is invisible to every real token, so no mask is needed. Rows with the same prompt may share it: the
   prompt stands once, the distinct completions follow as branches that see the prompt and themselves only.
-- ``packed``: all rows in one sequence, positions restarting with each; transformers derives the block-diagonal
-  mask (or the variable-length kernel) from the positions. No padding at all.
+- ``packed``: all rows in one sequence, positions restarting with each; transformers derives the
+  block-diagonal mask (or the variable-length kernel) from the positions. No padding at all.
 
-Which hidden state predicts which token is an index list (`MicroBatch.sources`), so nothing downstream knows the
-layout, and what is no trained token is never selected.
+Which hidden state predicts which token is an index list (`MicroBatch.sources`), so nothing downstream knows
+the layout, and what is no trained token is never selected.
 """
 
 from __future__ import annotations
@@ -235,7 +235,8 @@ def _padded(rows: Sequence[Row], sequences: Sequence[_Sequence]) -> MicroBatch:
             owner.extend([number] * len(completion))
         for index, number in zip(sequence.members, sequence.branch_of, strict=True):
             members.append(index)
-            # The first token of a branch is predicted by the prompt's last position, wherever the branch stands.
+            # The first token of a branch is predicted by the prompt's last position, wherever the branch
+            # stands.
             _select(rows[index], line * width + prompt - 1, line * width + starts[number], sources, targets)
         padding = width - len(flat)
         ids.append(flat + [0] * padding)

@@ -1,8 +1,8 @@
 """The reference policy: the cold-start model, frozen for the whole run, also after a resume.
 
-Without adapters it is a copy of the model as it was handed to the learner. Under LoRA it is the base below the
-adapters: a cold start that was itself an adapter is merged first, so that switching the adapters off gives the
-cold-start model back, at no memory of its own.
+Without adapters it is a copy of the model as it was handed to the learner. Under LoRA it is the base below
+the adapters: a cold start that was itself an adapter is merged first, so that switching the adapters off
+gives the cold-start model back, at no memory of its own.
 """
 
 from __future__ import annotations
