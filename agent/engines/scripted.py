@@ -263,6 +263,7 @@ def play(
     env: Any,
     player: ScriptedPlayer | Callable[[Task], ScriptedPlayer],
     *,
+    task: Task | None = None,
     seed: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Record:
@@ -271,12 +272,15 @@ def play(
     Args:
         player: a player, or what makes one from the task that the reset drew, e.g.
             ``lambda task: Expert(task, rng)``.
+        task: the episode to play, by its id; as ``options={"task_id": …}``.
         seed, options: handed to ``reset``.
     """
+    if task is not None:
+        options = {**(options or {}), "task_id": task.id}
     observation, info = env.reset(seed=seed, options=None if options is None else dict(options))
-    task: Task = env.unwrapped.task
-    chosen = player if isinstance(player, ScriptedPlayer) else player(task)
-    record = Record(task, str(info["question"]))
+    drawn: Task = env.unwrapped.task
+    chosen = player if isinstance(player, ScriptedPlayer) else player(drawn)
+    record = Record(drawn, str(info["question"]))
     ended = False
     while not ended:
         text = chosen.act(observation, info)

@@ -43,6 +43,7 @@ class Relation:
         extract: reads it.
         fillers: fields whose clauses may follow in the passage, each behind its label.
         inverse: whether its value may stand for the country in a question (when unique).
+        search: words to search for; empty means those that the world's own rule gives.
     """
 
     key: str
@@ -52,6 +53,7 @@ class Relation:
     extract: Extract
     fillers: Fillers
     inverse: bool = False
+    search: str = ""
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,7 @@ def read_former(value: str) -> Reading | None:
     names = [name.strip() for name in head.split(",")]
     if not names[0] or not all(re.fullmatch(r"[A-Z][\w' /-]+", name) for name in names):
         return None
-    return Reading(names[0], head, _aliases(names[0], head, *names[1:]))
+    return Reading(names[0], names[0], _aliases(names[0], head, *names[1:]))
 
 
 def read_number(unit: str) -> Extract:

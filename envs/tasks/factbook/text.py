@@ -24,8 +24,12 @@ def words(text: str) -> list[str]:
 
 
 def content_words(text: str) -> frozenset[str]:
-    """The words that a search can go by."""
-    return frozenset(word for word in words(text) if word not in STOP_WORDS)
+    """The words that a search can go by, plurals as their singulars (``Laos`` is named by ``Lao People``)."""
+    return frozenset(_singular(word) for word in words(text) if word not in STOP_WORDS)
+
+
+def _singular(word: str) -> str:
+    return word[:-1] if len(word) > 3 and word.endswith("s") and word[-2] not in "siu" else word
 
 
 def fold(text: str) -> str:
