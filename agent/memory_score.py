@@ -139,6 +139,7 @@ class MemoryScorer:
         token_budget: padded tokens of one forward pass (a longer row has a pass of its own).
         row_tokens: tokens of one tree; a larger one is split, and its trunk computed again for each part.
         window: longest context with its answer, in tokens; None: as the model's configuration says.
+        trees: False scores one context at a time, as models that take no tree are scored (to compare).
     """
 
     def __init__(
@@ -150,11 +151,12 @@ class MemoryScorer:
         token_budget: int = 4096,
         row_tokens: int = 16384,
         window: int | None = None,
+        trees: bool = True,
     ) -> None:
         for name, value in (("token_budget", token_budget), ("row_tokens", row_tokens)):
             if value < 1:
                 raise UserError(f"{name} is {value}; at least 1 token is needed")
-        self.token_budget, self.row_tokens, self.window = token_budget, row_tokens, window
+        self.token_budget, self.row_tokens, self.window, self.trees = token_budget, row_tokens, window, trees
         self.report = ScoreReport()
         self._tokenizer = tokenizer
         self._frame = frame(prompts or PromptBuilder(tokenizer, system))
@@ -208,6 +210,8 @@ class MemoryScorer:
 
     def _refusal(self, model: torch.nn.Module, longest: int) -> str | None:
         """Why the model takes no tree; asked once, and once more when a sliding window begins to bite."""
+        if not self.trees:
+            return "trees are switched off"
         window = sliding_window(text_config(model))
         beyond = window is not None and longest > window
         known = self._refusals.setdefault(model, {})

@@ -288,6 +288,9 @@ def test_batching_changes_nothing(token_budget, row_tokens, tokenizer, groups):
     scorer = MemoryScorer(tokenizer, token_budget=token_budget, row_tokens=row_tokens)
     found = values(scorer.score(model, groups))
     assert_equal(found, values(MemoryScorer(tokenizer, token_budget=900).score(model, groups)), 1e-12)
+    apart = MemoryScorer(tokenizer, token_budget=token_budget, trees=False)
+    assert_equal(found, values(apart.score(model, groups)), 1e-12)
+    assert apart.report.tokens == apart.report.tokens_apart > scorer.report.tokens
 
 
 def test_no_gradient_and_no_dropout(tokenizer, groups):
