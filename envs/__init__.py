@@ -26,4 +26,5 @@ __all__ = [
 
 register("mempo/SearchQA-v0", "envs.search_qa:SearchQA")
 register("mempo/MultiObjectiveQA-v0", "envs.multi_objective:MultiObjectiveQA")
+register("mempo/Errands-v0", "envs.errands:Errands")
 find_plugins()
