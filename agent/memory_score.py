@@ -137,7 +137,7 @@ class MemoryScorer:
         system: system prompt of the rollouts; empty for none.
         prompts: the rollouts' prompt builder, in place of ``system``.
         token_budget: padded tokens of one forward pass (a longer row has a pass of its own).
-        row_tokens: tokens of one tree; a larger one is split, and its trunk computed again for each part.
+        row_tokens: tokens of one tree at most; what a larger one shares is computed again for each part.
         window: longest context with its answer, in tokens; None: as the model's configuration says.
         trees: False scores one context at a time, as models that take no tree are scored (to compare).
     """
@@ -204,7 +204,10 @@ class MemoryScorer:
             if self.report.fallback is not None:
                 self.report.tokens = self.report.tokens_apart
                 return score_sequences(model, queries, self.token_budget)
-            rows = [build_row(row) for row in plan_rows(units, self.row_tokens)]
+            # Per layer and token, weights take about 24 d^2 operations and attention over n tokens 4 n d.
+            width = getattr(text_config(model), "hidden_size", None)
+            quadratic = 1 / (6 * width) if width else 0.0
+            rows = [build_row(row) for row in plan_rows(units, self.row_tokens, quadratic)]
             self.report.tokens = sum(map(len, rows))
             return score_trees(model, rows, self.token_budget)
 

@@ -168,24 +168,27 @@ def _columns(end: _Node, first: int) -> Ids:
     return np.concatenate(runs[::-1])
 
 
-def plan_rows(units: Sequence[Sequence[Query]], row_tokens: int) -> list[list[Query]]:
-    """Split each unit (queries that share beginnings) into lists whose trees have at most ``row_tokens``.
+def plan_rows(units: Sequence[Sequence[Query]], row_tokens: int, quadratic: float = 0.0) -> list[list[Query]]:
+    """Split each unit (queries that share beginnings) into lists, each to become one tree.
 
-    The bound is kept by an upper estimate (a query adds what it does not share with the one before it); a
-    query longer than ``row_tokens`` gets a row of its own.
+    A tree of n tokens costs n + ``quadratic`` * n**2: under an explicit mask every token attends to the whole
+    row. So a query starts a new tree when what it shares does not pay for the longer row, and when the tree
+    would have more than ``row_tokens`` (a longer query gets a tree of its own). Sizes are upper estimates: a
+    query adds what it does not share with the one before it.
     """
     rows: list[list[Query]] = []
     for unit in units:
         row: list[Query] = []
         total = 0
         for query in unit:
-            shared = _common(row[-1].context, query.context) if row else 0
-            extra = len(query.context) - shared + sum(len(answer) - 1 for answer in query.answers)
-            if row and total + extra > row_tokens:
+            alone = len(query.context) + sum(len(answer) - 1 for answer in query.answers)
+            joined = total + alone - (_common(row[-1].context, query.context) if row else 0)
+            pays = joined + quadratic * joined**2 <= total + alone + quadratic * (total**2 + alone**2)
+            if row and (joined > row_tokens or not pays):
                 rows.append(row)
-                row, total, extra = [], 0, extra + shared
+                row, joined = [], alone
             row.append(query)
-            total += extra
+            total = joined
         if row:
             rows.append(row)
     return rows

@@ -552,6 +552,15 @@ def test_rows_keep_to_their_budget():
         assert all(len(build_row(row)) <= budget or len(row) == 1 for row in plan)
 
 
+def test_a_longer_row_must_pay():
+    """Ten tokens each. Two shared: 18 + 0.1 * 18^2 = 50.4 > 2 * (10 + 0.1 * 10^2); nine shared: 23.1 < 40."""
+    first, little, much = np.arange(10), np.array([0, 1, *range(20, 28)]), np.array([*range(9), 30])
+    unit = [Query(name, ids, (np.array([1]),)) for name, ids in (("a", first), ("b", little))]
+    assert [len(row) for row in plan_rows([unit], 100)] == [2]
+    assert [len(row) for row in plan_rows([unit], 100, quadratic=0.1)] == [1, 1]
+    assert [len(row) for row in plan_rows([[unit[0], Query("c", much, (np.array([1]),))]], 100, 0.1)] == [2]
+
+
 def gpt2_like() -> PreTrainedTokenizerFast:
     """Byte-level BPE without the tags as tokens: segments end inside what could be one piece."""
     inner = Tokenizer(models.BPE())
