@@ -29,7 +29,7 @@ class Settings(BaseModel):
 
 
 class AlgorithmConfig(Settings):
-    """From rewards and memory scores to one advantage per token."""
+    """From rewards and memory scores to one advantage a token."""
 
     alpha: float = Field(default=1.0, ge=0)
     """Weight of the memory advantage on the tokens of a memory block (paper: 1; 0 is GRPO)."""
@@ -57,10 +57,6 @@ class AlgorithmConfig(Settings):
     measured."""
     advantage: Literal["group", "critic"] = "group"
     """Group-relative advantages (paper), or PPO: token-level GAE over a learned critic."""
-    gae_gamma: float = Field(default=1.0, gt=0, le=1)
-    """PPO only: discount per token."""
-    gae_lambda: float = Field(default=0.95, ge=0, le=1)
-    """PPO only: lambda of the generalised advantage estimate."""
 
     @model_validator(mode="after")
     def _no_setting_without_effect(self) -> AlgorithmConfig:
@@ -95,6 +91,10 @@ class CriticConfig(Settings):
 
     lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate of the critic; it follows the policy's schedule."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount per token."""
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    """Decay of the generalised advantage estimate per token."""
     value_clip: float = Field(default=0.2, gt=0)
     """Range within which a new value may move from the old one before its loss stops."""
     whiten: bool = True

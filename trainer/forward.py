@@ -79,34 +79,9 @@ class Forward:
         if self._own_head:
             logits = self._through_own_head(batch)
             return self._score(logits, batch.targets)
-        hidden = self._hidden(batch).flatten(0, 1).index_select(0, batch.sources)
-        return self._chunks(hidden, batch.targets)
-
-    def hidden(self, batch: MicroBatch) -> Tensor:
-        """``(N, H)`` hidden states that predict the trained tokens (what a critic reads)."""
-        batch = batch.to(self.device)
-        return self._hidden(batch).flatten(0, 1).index_select(0, batch.sources)
-
-    def _hidden(self, batch: MicroBatch) -> Tensor:
         with self._precision():
-            hidden: Tensor = self._plain.get_decoder()(**self._inputs(batch)).last_hidden_state
-        return hidden
-
-    def _inputs(self, batch: MicroBatch) -> dict[str, Any]:
-        inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
-        if batch.positions is not None:
-            inputs["position_ids"] = batch.positions
-        if batch.mask is not None:
-            inputs["attention_mask"] = self._attention_mask(batch.mask)
-        return inputs
-
-    def _attention_mask(self, mask: Tensor) -> Tensor:
-        if self._plain.config._attn_implementation == "sdpa":
-            return mask
-        dtype = self._plain.dtype
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(
-            ~mask, torch.finfo(dtype).min
-        )
+            hidden = decoder_hidden(self._plain.get_decoder(), batch)
+        return self._chunks(hidden, batch.targets)
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast == "none":
@@ -150,8 +125,27 @@ class Forward:
         width = batch.input_ids.shape[1]
         columns, column_of = torch.unique(batch.sources % width, return_inverse=True)
         with self._precision():
-            logits: Tensor = self._plain(**self._inputs(batch), logits_to_keep=columns).logits
+            logits: Tensor = self._plain(**_inputs(self._plain, batch), logits_to_keep=columns).logits
         return logits[batch.sources // width, column_of]
+
+
+def decoder_hidden(decoder: Any, batch: MicroBatch) -> Tensor:
+    """``(N, H)`` hidden states that predict the trained tokens; the batch is on the decoder's device."""
+    hidden: Tensor = decoder(**_inputs(decoder, batch)).last_hidden_state
+    return hidden.flatten(0, 1).index_select(0, batch.sources)
+
+
+def _inputs(model: Any, batch: MicroBatch) -> dict[str, Any]:
+    inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
+    if batch.positions is not None:
+        inputs["position_ids"] = batch.positions
+    if batch.mask is not None:
+        inputs["attention_mask"] = batch.mask
+        if model.config._attn_implementation != "sdpa":  # eager attention adds its mask
+            dtype = model.dtype
+            zeros = torch.zeros(batch.mask.shape, dtype=dtype, device=batch.mask.device)
+            inputs["attention_mask"] = zeros.masked_fill(~batch.mask, torch.finfo(dtype).min)
+    return inputs
 
 
 def _is_wide(dtype: torch.dtype) -> bool:

@@ -316,7 +316,7 @@ class FlatRows:
         offsets: where each row's tokens start; one more entry at the end, N.
         row: row index of each token.
         advantages, engine_logprobs: by token.
-        ref_logprobs, memory_advantages: by token, or None when no row has them.
+        ref_logprobs, memory_advantages, rewards: by token, or None when no row has them.
         trajectory_tokens: trained tokens of the trajectory each token belongs to, over all its turns.
     """
 
@@ -326,6 +326,7 @@ class FlatRows:
     engine_logprobs: Tensor
     ref_logprobs: Tensor | None
     memory_advantages: Tensor | None
+    rewards: Tensor | None
     trajectory_tokens: Tensor
 
     def index(self, rows: Sequence[int]) -> Tensor:
@@ -373,6 +374,7 @@ def flatten(rows: Sequence[Row], dtype: torch.dtype = torch.float32) -> FlatRows
         engine_logprobs=empty if engine is None else engine,
         ref_logprobs=gather("ref_logprobs"),
         memory_advantages=gather("memory_advantages"),
+        rewards=gather("rewards"),
         trajectory_tokens=torch.tensor(
             [counts[rows[owner].trajectory] for owner in owners], dtype=torch.long
         ),
