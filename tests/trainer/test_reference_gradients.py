@@ -1,0 +1,253 @@
+"""Gradients of whole updates against a reference that was written from the formulas alone, for every
+recipe."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer import reference_loss, toy
+from trainer.algorithm import AlgorithmConfig, CriticConfig, LearnerConfig, OptimizerConfig
+from trainer.learner import Learner
+from trainer.optimizers import OptimizerSet
+from trainer.rows import rows_from_groups
+
+# name: settings of the algorithm, of the learner, and what they mean in the reference's own words.
+RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "mempo": ({}, {"aggregation": "trajectory"}, {"mean_of_trajectories": True}),
+    "mempo-token-mean": ({"alpha": 0.7}, {}, {"alpha": 0.7}),
+    "mempo-baseline-none": ({"memory_baseline": "none"}, {}, {"memory_baseline": "none"}),
+    "mempo-baseline-previous": ({"memory_baseline": "previous"}, {}, {"memory_baseline": "previous"}),
+    "mempo-pool-turn": ({"memory_pool": "turn"}, {}, {"by_turn": True}),
+    "grpo": ({"alpha": 0.0}, {}, {"alpha": 0.0}),
+    "dr-grpo": (
+        {"alpha": 0.0, "outcome_scale": "none"},
+        {"aggregation": "constant", "constant_length": 11, "kl_coef": 0.0},
+        {"alpha": 0.0, "scale": False, "constant": 11, "kl": 0.0},
+    ),
+    "dapo": (
+        {"alpha": 0.0, "drop_groups_without_signal": True},
+        {"clip_high": 0.28, "kl_coef": 0.0},
+        {"alpha": 0.0, "high": 0.28, "kl": 0.0},
+    ),
+    "gspo": (
+        {"alpha": 0.0},
+        {"ratio": "sequence", "clip_low": 0.03, "clip_high": 0.04},
+        {"alpha": 0.0, "sequence_ratio": True, "low": 0.03, "high": 0.04},
+    ),
+    "rloo": (
+        {"alpha": 0.0, "outcome_baseline": "leave_one_out", "outcome_scale": "none"},
+        {},
+        {"alpha": 0.0, "leave_one_out": True, "scale": False},
+    ),
+    "two-losses": ({"separate_memory_loss": True}, {}, {"two_losses": True}),
+    "k1": ({}, {"kl_coef": 0.2, "kl_kind": "k1"}, {"kl": 0.2, "kl_kind": "k1"}),
+    "k2": ({}, {"kl_coef": 0.2, "kl_kind": "k2"}, {"kl": 0.2, "kl_kind": "k2"}),
+    "k3": ({}, {"kl_coef": 0.2}, {"kl": 0.2}),
+    "temperature": ({}, {"temperature": 0.7}, {"temperature": 0.7}),
+    "entropy-bonus": ({}, {"entropy_coef": 0.05}, {"entropy": 0.05}),
+    "importance": (
+        {},
+        {"old_logprobs": "recomputed", "importance_cap": 1.1},
+        {"recomputed": True, "cap": 1.1},
+    ),
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "padded": {"share_prompts": False, "tokens_per_micro_batch": 60},
+    "shared": {"share_prompts": True, "tokens_per_micro_batch": 60},
+    "packed": {"forward": "packed", "tokens_per_micro_batch": 40},
+}
+
+
+class Recorder:
+    """Gradients and weights at every optimizer step of a learner, before clipping."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, learner: Learner) -> None:
+        self.steps: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
+        original = OptimizerSet.clip
+
+        def clip(optimizer: OptimizerSet) -> torch.Tensor:
+            if optimizer is learner.optimizer:
+                weights = {name: p.detach().double().clone() for name, p in optimizer.parameters.items()}
+                gradients = {
+                    name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                    for name, p in optimizer.parameters.items()
+                }
+                self.steps.append((weights, gradients))
+            return original(optimizer)
+
+        monkeypatch.setattr(OptimizerSet, "clip", clip)
+
+
+def relative_error(gradients: dict[str, torch.Tensor], model: Any) -> float:
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    found = torch.cat([gradients[name].double().flatten() for name, _ in model.named_parameters()])
+    assert expected.norm() > 1e-4, "a gradient of nothing proves nothing"
+    return float((found - expected).norm() / expected.norm())
+
+
+def mini_batches(questions: list[Any], seed: int, epochs: int, size: int) -> list[list[Any]]:
+    """The documented order: a seeded torch generator, one permutation of the questions an epoch."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for _ in range(epochs):
+        order = torch.randperm(len(questions), generator=generator).tolist()
+        batches += [[questions[i] for i in order[s : s + size]] for s in range(0, len(order), size)]
+    return batches
+
+
+def check(
+    monkeypatch: pytest.MonkeyPatch,
+    model: Any,
+    recipe: str,
+    tolerance: float,
+    layout: str = "padded",
+    noise: float = 0.3,
+) -> None:
+    algorithm, settings, words = RECIPES[recipe]
+    start = copy.deepcopy(model).double()
+    questions = toy.play(start, seed=5, questions=4, noise=noise)
+    groups, scores = toy.as_groups(questions)
+    rows, report = rows_from_groups(groups, scores, AlgorithmConfig(**algorithm))
+    config = LearnerConfig(
+        **(LAYOUTS[layout] | settings),
+        epochs=2,
+        mini_batch_questions=2,
+        optimizer=OptimizerConfig(lr=0.02, max_grad_norm=0.5),
+    )
+    learner = Learner(model, config, reference=toy.qwen(9) if config.kl_coef else None, seed=3)
+    recorder = Recorder(monkeypatch, learner)
+    metrics = learner.update(rows)
+
+    kept = [questions[index] for index in report.kept]
+    batches = mini_batches(kept, seed=3, epochs=2, size=2)
+    assert len(recorder.steps) == len(batches) == 4
+    frozen = toy.qwen(9)
+    for (weights, gradients), batch in zip(recorder.steps, batches, strict=True):
+        twin = toy.same_weights(start, weights)
+        reference_loss.loss(twin, frozen, start, batch, **words).backward()
+        assert relative_error(gradients, twin) < tolerance
+    # The comparison means something only if the clip held, the weights moved, and both kinds of advantage
+    # came with both signs.
+    assert 0.02 < metrics["clip_fraction"] < 0.9
+    moved = {name: p.detach().double() for name, p in learner.optimizer.parameters.items()}
+    assert max(float((moved[n] - p).abs().max()) for n, p in start.named_parameters()) > 0.01
+    outcome = [a for group in report.advantages for a in group.outcome]
+    memory = [a for group in report.advantages for turns in group.memory for a in turns]
+    for values in (outcome, memory):
+        assert min(values) < -0.3 and max(values) > 0.3
+    assert metrics["micro_batches"] > 4
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_in_float64(monkeypatch, recipe):
+    check(monkeypatch, toy.qwen(), recipe, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("recipe", ["mempo", "gspo", "two-losses"])
+def test_every_layout_in_float64(monkeypatch, recipe, layout):
+    check(monkeypatch, toy.qwen(), recipe, tolerance=1e-10, layout=layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_learned_positions_in_float64(monkeypatch, layout):
+    check(monkeypatch, toy.gpt2(), "mempo", tolerance=1e-10, layout=layout)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_in_float32(monkeypatch, recipe):
+    check(monkeypatch, toy.qwen(dtype=torch.float32, exact=False), recipe, tolerance=1e-5, layout="shared")
+
+
+def test_ppo_with_a_critic_in_float64(monkeypatch):
+    """Values, GAE over all turns of a trajectory, whitening and both losses, each by its definition."""
+    model = toy.qwen()
+    start = copy.deepcopy(model)
+    questions = toy.play(start, seed=5, questions=4)
+    groups, scores = toy.as_groups(questions)
+    rows, _ = rows_from_groups(groups, scores, AlgorithmConfig(advantage="critic", alpha=0.5))
+    settings = CriticConfig(lr=0.02, gamma=0.9, gae_lambda=0.8, value_clip=0.1)
+    config = LearnerConfig(
+        critic=settings,
+        epochs=2,
+        mini_batch_questions=2,
+        tokens_per_micro_batch=60,
+        optimizer=OptimizerConfig(lr=0.02),
+    )
+    learner = Learner(model, config, reference=toy.qwen(9), seed=3)
+    assert learner.critic is not None
+    with torch.no_grad():
+        learner.critic.head.weight.normal_(generator=torch.Generator().manual_seed(1))
+    value_network = copy.deepcopy(learner.critic)
+    recorder = Recorder(monkeypatch, learner)
+    value_steps: list[tuple[dict[str, torch.Tensor], torch.Tensor]] = []
+    step = type(learner.critic).step
+
+    def record(critic: Any) -> bool:
+        weights = {name: p.detach().clone() for name, p in critic.named_parameters()}
+        value_steps.append((weights, torch.cat([p.grad.flatten() for p in critic.parameters()])))
+        return step(critic)
+
+    monkeypatch.setattr(type(learner.critic), "step", record)
+    metrics = learner.update(rows)
+    assert metrics["clip_fraction"] > 0.02
+
+    def values_of(network: Any, turn: toy.PlainTurn) -> torch.Tensor:
+        hidden = network.decoder(torch.tensor([turn.prompt + turn.completion])).last_hidden_state[0]
+        return network.head(hidden[len(turn.prompt) - 1 : -1])[:, 0]
+
+    advantages: dict[int, dict[int, float]] = {}
+    returns: dict[int, dict[int, float]] = {}
+    old: dict[int, torch.Tensor] = {}
+    everything: list[tuple[int, int]] = []
+    for question in questions:
+        for reward, turns in zip(question.rewards, question.trajectories, strict=True):
+            line = []  # (turn, token, value, reward) along the whole trajectory
+            for turn in turns:
+                old[id(turn)] = values_of(value_network, turn).detach()
+                trained = [i for i, sampled in enumerate(turn.sampled) if sampled]
+                inside = [i for i in trained if turn.span and i < turn.span[1]]
+                for i in trained:
+                    bonus = 0.0
+                    if turn.p_mem is not None and i == inside[-1]:
+                        bonus = 0.5 * (turn.p_mem - turn.p_full)
+                    line.append([id(turn), i, float(old[id(turn)][i]), bonus])
+            line[-1][3] += reward
+            for place, (turn_id, i, value, _) in enumerate(line):
+                estimate = 0.0
+                for later in range(place, len(line)):
+                    after = line[later + 1][2] if later + 1 < len(line) else 0.0
+                    delta = line[later][3] + 0.9 * after - line[later][2]
+                    estimate += (0.9 * 0.8) ** (later - place) * delta
+                advantages.setdefault(turn_id, {})[i] = estimate
+                returns.setdefault(turn_id, {})[i] = estimate + value
+                everything.append((turn_id, i))
+    flat = torch.tensor([advantages[t][i] for t, i in everything], dtype=torch.float64)
+    for (t, i), value in zip(everything, (flat - flat.mean()) / (flat.std() + 1e-8), strict=True):
+        advantages[t][i] = float(value)
+
+    batches = mini_batches(questions, seed=3, epochs=2, size=2)
+    for (weights, gradients), (value_weights, value_gradient), batch in zip(
+        recorder.steps, value_steps, batches, strict=True
+    ):
+        twin = toy.same_weights(start, weights)
+        reference_loss.loss(twin, toy.qwen(9), start, batch, advantage=advantages).backward()
+        assert relative_error(gradients, twin) < 1e-10
+
+        network = copy.deepcopy(value_network)
+        network.load_state_dict(value_weights)
+        terms = []
+        for turn in (turn for question in batch for turns in question.trajectories for turn in turns):
+            new = values_of(network, turn)
+            for i, target in returns[id(turn)].items():
+                before = old[id(turn)][i]
+                bounded = before + (new[i] - before).clamp(-0.1, 0.1)
+                terms.append(torch.maximum((new[i] - target) ** 2, (bounded - target) ** 2) / 2)
+        network.zero_grad()
+        torch.stack(terms).mean().backward()
+        expected = torch.cat([p.grad.flatten() for p in network.parameters()])
+        assert float((value_gradient - expected).norm() / expected.norm()) < 1e-10
+    assert not math.isclose(float(value_steps[0][1].norm()), float(value_steps[-1][1].norm()))
