@@ -8,6 +8,7 @@ What JSON cannot say is said by a dict with one key that begins with ``$``:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,7 @@ def restore(values: Any, tensors: dict[str, Tensor]) -> Any:
         if mark == "$tuple":
             return tuple(restore(value, tensors) for value in content)
         if mark == "$float":
-            return float(content)
+            return math.nan if content == "nan" else float(content)
         if mark == "$items":
             return {restore(key, tensors): restore(value, tensors) for key, value in content}
     return {key: restore(value, tensors) for key, value in values.items()}
@@ -83,7 +84,7 @@ def _flatten(value: Any, path: str, tensors: _Tensors) -> Any:
         return [_flatten(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
     if isinstance(value, tuple):
         return {"$tuple": _flatten(list(value), path, tensors)}
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
         if plain:
             return {key: _flatten(item, f"{path}.{key}", tensors) for key, item in value.items()}
