@@ -53,11 +53,13 @@ from agent.score_context import (
     transcript_context,
 )
 from agent.score_forward import (
+    REFUSALS,
     LogProbs,
+    disagreement,
     score_sequences,
     score_trees,
-    sliding_window,
     text_config,
+    tree_refusal,
     why_no_trees,
 )
 from agent.score_tree import Ids, Query, build_row, plan_rows
@@ -129,6 +131,14 @@ class _Plan:
     memories: list[Segment | None]
 
 
+@dataclass
+class _Verdict:
+    """Whether a model takes trees (why not), and up to which depth that was checked."""
+
+    refusal: str | None
+    checked: int = 0
+
+
 class MemoryScorer:
     """Scores all turns of all trajectories of groups.
 
@@ -160,7 +170,7 @@ class MemoryScorer:
         self.report = ScoreReport()
         self._tokenizer = tokenizer
         self._frame = frame(prompts or PromptBuilder(tokenizer, system))
-        self._refusals: WeakKeyDictionary[torch.nn.Module, dict[bool, str | None]] = WeakKeyDictionary()
+        self._verdicts: WeakKeyDictionary[torch.nn.Module, _Verdict] = WeakKeyDictionary()
 
     def score(self, model: torch.nn.Module, groups: Sequence[Group]) -> list[list[list[MemoryScore]]]:
         """P_mem and P_full by group, trajectory and turn.
@@ -200,34 +210,54 @@ class MemoryScorer:
         self.report.contexts = len(queries)
         self.report.tokens_apart = sum(query.tokens for query in queries)
         with _evaluating(model):
-            self.report.fallback = self._refusal(model, max(query.depth for query in queries))
-            if self.report.fallback is not None:
+            found = self._from_trees(model, units, queries)
+            if found is None:
                 self.report.tokens = self.report.tokens_apart
-                return score_sequences(model, queries, self.token_budget)
-            # Per layer and token, weights take about 24 d^2 operations and attention over n tokens 4 n d.
-            width = getattr(text_config(model), "hidden_size", None)
-            quadratic = 1 / (6 * width) if width else 0.0
-            rows = [build_row(row) for row in plan_rows(units, self.row_tokens, quadratic)]
-            self.report.tokens = sum(map(len, rows))
-            return score_trees(model, rows, self.token_budget)
+                found = score_sequences(model, queries, self.token_budget)
+        return found
 
-    def _refusal(self, model: torch.nn.Module, longest: int) -> str | None:
-        """Why the model takes no tree; asked once, and once more when a sliding window begins to bite."""
+    def _from_trees(
+        self, model: torch.nn.Module, units: Sequence[Sequence[Query]], queries: Sequence[Query]
+    ) -> LogProbs | None:
+        """None when the model takes no trees; ``report.fallback`` says why then."""
         if not self.trees:
-            return "trees are switched off"
-        window = sliding_window(text_config(model))
-        beyond = window is not None and longest > window
-        known = self._refusals.setdefault(model, {})
-        if beyond not in known:
-            known[beyond] = why_no_trees(model, longest)
-            if known[beyond] is not None:
-                warnings.warn(
-                    f"memory scores of {type(model).__name__} are computed one context at a time, slower: "
-                    f"{known[beyond]}",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
-        return known[beyond]
+            self.report.fallback = "trees are switched off"
+            return None
+        verdict = self._verdicts.get(model)
+        if verdict is None:
+            verdict = self._verdicts[model] = _Verdict(why_no_trees(model))
+            self._warn(model, verdict)
+        self.report.fallback = verdict.refusal
+        if verdict.refusal is not None:
+            return None
+        # Per layer and token, weights take about 24 d^2 operations and attention over n tokens 4 n d.
+        width = getattr(text_config(model), "hidden_size", None)
+        quadratic = 1 / (6 * width) if width else 0.0
+        rows = [build_row(row) for row in plan_rows(units, self.row_tokens, quadratic)]
+        deepest = max(queries, key=lambda query: query.depth)
+        try:
+            found = score_trees(model, rows, self.token_budget)
+            if deepest.depth > 2 * verdict.checked:
+                verdict.refusal = disagreement(model, deepest, found)
+                verdict.checked = deepest.depth
+        except torch.OutOfMemoryError:
+            raise
+        except REFUSALS as error:
+            verdict.refusal = tree_refusal(error)
+        self.report.fallback = verdict.refusal
+        self._warn(model, verdict)
+        self.report.tokens = sum(map(len, rows))
+        return None if verdict.refusal is not None else found
+
+    @staticmethod
+    def _warn(model: torch.nn.Module, verdict: _Verdict) -> None:
+        if verdict.refusal is not None:
+            warnings.warn(
+                f"memory scores of {type(model).__name__} are computed one context at a time, slower: "
+                f"{verdict.refusal}",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
 
 class _GroupContexts:

@@ -1,7 +1,8 @@
 """Log-probs of answers from any causal model: through trees where it takes them, as sequences where not.
 
-Whether a model takes a tree is found out by asking it: a small tree is scored both ways and compared. That
-covers what no configuration says (models that ignore position ids, build a mask of their own, carry a state).
+Whether a model takes a tree is found out by asking it: a small tree is scored both ways and compared
+(`why_no_trees`), and later the longest path of real trees (`disagreement`). That covers what no configuration
+says: models that ignore position ids, build a mask of their own, carry a state, or look back in columns.
 """
 
 from __future__ import annotations
@@ -23,9 +24,7 @@ LOGIT_ELEMENTS = 1 << 27
 PROBE_TOLERANCE = 0.1
 """A tree must be ten times closer to separate sequences than the same row without mask and positions is."""
 
-_REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)
-
-_REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)
+REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)
 """How models say that they do not take a mask of this shape."""
 
 LogProbs = dict[Hashable, list[NDArray[np.float64]]]
@@ -98,13 +97,11 @@ def score_sequences(model: torch.nn.Module, queries: Sequence[Query], token_budg
     }
 
 
-def why_no_trees(model: torch.nn.Module, longest: int) -> str | None:
-    """Why this model cannot score trees with paths of up to ``longest`` tokens, or None when it can."""
+def why_no_trees(model: torch.nn.Module) -> str | None:
+    """Why this model cannot score trees, or None when it can, as far as a small tree tells."""
     config = text_config(model)
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    chunk = getattr(config, "attention_chunk_size", None)
-    if kinds == {"chunked_attention"} and chunk is not None and longest <= chunk:
-        kinds = set()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    kinds -= {"full_attention", "sliding_attention", "chunked_attention"}
     if kinds:
         return f"it has layers of other kinds than attention over a mask ({', '.join(sorted(kinds))})"
     implementation = getattr(config, "_attn_implementation", "eager")
@@ -112,20 +109,35 @@ def why_no_trees(model: torch.nn.Module, longest: int) -> str | None:
         return f"its attention implementation is {implementation!r}; load it with 'sdpa' or 'eager'"
     if not _takes(model, "position_ids"):
         return "its forward takes no position_ids"
-    window = sliding_window(config)
-    beyond = window if window is not None and longest > window else 0
-    return _probe(model, beyond)
+    return _probe(model)
 
 
-def _probe(model: torch.nn.Module, beyond: int) -> str | None:
-    """Score one small tree (its trunk longer than ``beyond``) in three ways and compare token by token."""
+def disagreement(model: torch.nn.Module, query: Query, found: LogProbs) -> str | None:
+    """What a tree said about a query against a sequence of its own; None when they agree."""
+    device = next(model.parameters()).device.type
+    coarse = next(model.parameters()).dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(
+        device
+    )
+    alone = score_sequences(model, [query], token_budget=1)[query.key]
+    worst = max(float(np.abs(a - b).max()) for a, b in zip(found[query.key], alone, strict=True))
+    if worst > (0.5 if coarse else 0.02):
+        return f"its log-probs of a context of {query.depth} tokens differ by {worst:.2g} under a tree mask"
+    return None
+
+
+def tree_refusal(error: Exception) -> str:
+    return f"it refused a tree mask ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+
+
+def _probe(model: torch.nn.Module) -> str | None:
+    """Score one small tree in three ways and compare token by token."""
     vocabulary = int(getattr(text_config(model), "vocab_size", 2))
     draw = np.random.default_rng(0)
 
     def some(count: int) -> Ids:
         return draw.integers(vocabulary, size=count)
 
-    trunk = some(beyond + 8)
+    trunk = some(12)
     cuts = (len(trunk) - 4, len(trunk), 4)
     queries = [Query(cut, np.concatenate([trunk[:cut], some(3)]), (some(8),)) for cut in cuts]
     row = build_row(queries)
@@ -134,8 +146,8 @@ def _probe(model: torch.nn.Module, beyond: int) -> str | None:
     _collect(unmasked, _forward(model, row.ids[None], row.outputs)[0], row.targets, row.outputs - len(row))
     try:
         found = score_trees(model, [row], token_budget=1)
-    except _REFUSALS as error:
-        return f"it refused a tree mask ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    except REFUSALS as error:
+        return tree_refusal(error)
     error_of_tree, scale = (
         float(np.linalg.norm([logprobs[cut][0] - expected[cut][0] for cut in cuts]))
         for logprobs in (found, unmasked)

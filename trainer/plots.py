@@ -117,7 +117,8 @@ def _finish(axis: Axes, name: str, limits: tuple[float, float] | None) -> None:
     axis.tick_params(labelsize=8)
     axis.grid(alpha=0.25, linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)
-    if limits is not None:
+    low, high = axis.get_ylim()
+    if limits is not None and limits[0] <= low + 0.05 and high - 0.05 <= limits[1]:
         axis.set_ylim(*limits)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize=8, frameon=False)

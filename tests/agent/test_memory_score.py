@@ -18,6 +18,8 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -201,6 +203,10 @@ def build(kind: str, vocabulary: int) -> torch.nn.Module:
         model = Gemma3ForCausalLM(config)
     elif kind == "mistral-24":
         model = MistralForCausalLM(MistralConfig(**SMALL, **HEADS, **wide, sliding_window=24))
+    elif kind == "gptneo":  # looks 24 columns back, whatever the mask says
+        shape = dict(hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]])
+        config = GPTNeoConfig(vocab_size=vocabulary, window_size=24, **shape)
+        model = GPTNeoForCausalLM(config)
     elif kind == "bloom":
         model = BloomForCausalLM(BloomConfig(vocab_size=vocabulary, hidden_size=32, n_layer=3, n_head=4))
     else:
@@ -232,13 +238,13 @@ def test_trees_equal_brute_force(kind, implementation, tokenizer, groups):
     assert scorer.report.tokens < 0.55 * scorer.report.tokens_apart
 
 
-@pytest.mark.parametrize("kind", ["mamba", "bloom"])
+@pytest.mark.parametrize("kind", ["mamba", "bloom", "gptneo"])
 def test_other_models_fall_back_and_say_so_once(kind, tokenizer, groups):
     model = build(kind, len(tokenizer)).eval()
     scorer = MemoryScorer(tokenizer, token_budget=700)
     with pytest.warns(RuntimeWarning, match="one context at a time"):
         found = values(scorer.score(model, groups))
-    # Both hold parts of their state in float32, whatever the weights are.
+    # They hold parts of their state or attention in float32, whatever the weights are.
     assert_equal(found, brute_force(model, tokenizer, groups), 1e-7)
     assert scorer.report.fallback is not None and scorer.report.tokens == scorer.report.tokens_apart
     with warnings.catch_warnings():
