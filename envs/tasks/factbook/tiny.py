@@ -20,7 +20,7 @@ _MAX_ANSWER_WORDS = 5
 _MAX_NAME_WORDS = 3
 # An answer that more countries share than this can be guessed without a search.
 _MAX_SHARED_ANSWER = 10
-_PASSAGE_WORDS = (7, 11)
+_PASSAGE_WORDS = (9, 14)
 
 
 def build_tiny(seed: int) -> World:
