@@ -26,5 +26,6 @@ __all__ = [
 
 register("mempo/SearchQA-v0", "envs.search_qa:SearchQA")
 register("mempo/MultiObjectiveQA-v0", "envs.multi_objective:MultiObjectiveQA")
+register("mempo/DocumentStream-v0", "envs.document_stream:DocumentStream")
 register("mempo/Errands-v0", "envs.errands:Errands")
 find_plugins()

@@ -171,13 +171,17 @@ class MemoryEnv(gymnasium.Env[str, str]):
         super().reset(seed=seed)
         options = options or {}
         self.task = self.draw_task(self.np_random, options)
-        self._question = neutralise(clip(self.show_question(self.task), MAX_QUESTION))
+        self.ask_question(self.show_question(self.task))
         self._carried.clear()
         self._turn = self._invalid_count = 0
         self._memory: str | None = None
         self._information = ""
         self._playing = True
         return self._observe(None, None, None, None)
+
+    def ask_question(self, question: str) -> None:
+        """What the policy reads as the question from now on."""
+        self._question = neutralise(clip(question, MAX_QUESTION))
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         if not self._playing:

@@ -22,7 +22,7 @@ import numpy as np
 from gymnasium.error import ResetNeeded
 from gymnasium.utils.env_checker import check_env as gymnasium_check
 
-from envs.base import InvalidAction, MemoryEnv
+from envs.base import InvalidAction, MemoryEnv, Tool
 from envs.errors import UserError
 from envs.grammar import parse_turn
 from envs.neutral import TAGS
@@ -105,11 +105,23 @@ def check_env(env_or_id: MemoryEnv | gymnasium.Env[Any, Any] | str, seed: int = 
     return passed
 
 
-def plain_call(env: MemoryEnv, argument: str = "test") -> str:
+def plain_call(env: MemoryEnv) -> str:
     """A call of the environment's first tool."""
-    tool = env.tools[0]
+    return _call(env.tools[0], "test")
+
+
+def plausible_calls(env: MemoryEnv) -> list[str]:
+    """A call of every tool, and one with each word that describes its arguments (``north``) as argument."""
+    calls = []
+    for tool in env.tools:
+        described = re.findall(r"\w+", " ".join(tool.arguments.values()))
+        calls += [_call(tool, argument) for argument in dict.fromkeys(("test", *described))]
+    return calls
+
+
+def _call(tool: Tool, argument: str) -> str:
     call = {"name": tool.name, "arguments": dict.fromkeys(tool.arguments, argument)}
-    return f"<tool_call>{json.dumps(call)}</tool_call>"
+    return f"<tool_call>{json.dumps(call, ensure_ascii=False)}</tool_call>"
 
 
 def broken_blocks(observation: str) -> str | None:
@@ -144,9 +156,10 @@ def _check_tools(env: MemoryEnv, seed: int) -> None:
 def _play(env: MemoryEnv, seed: int) -> list[Any]:
     """A fixed series of turns from a seed: observations, rewards, flags, infos."""
     record: list[Any] = [env.reset(seed=seed)]
-    for turn in range(min(4, env.max_turns)):
+    calls = plausible_calls(env) * 2
+    for turn, call in enumerate(calls[: env.max_turns - 1]):
         if not _is_over(record[-1]):
-            record.append(env.step(f"<mem>note {turn}</mem>{plain_call(env, f'test {turn}')}"))
+            record.append(env.step(f"<mem>note {turn}</mem>{call}"))
     if not _is_over(record[-1]):
         record.append(env.step("<answer>test</answer>"))
     return record

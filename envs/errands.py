@@ -160,7 +160,7 @@ def best_order(plan: Plan, start: str, trips: Sequence[tuple[str, str]]) -> list
 
 
 class Errands(MemoryEnv):
-    """See the module's docstring. Reward 1 when every word is right and in its place.
+    """Errands in a house whose plan is shown once; reward 1 when every word is right and in its place.
 
     Args:
         rooms: of a house, from 3 to 24.

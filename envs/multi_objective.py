@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +24,8 @@ class MultiObjectiveQA(SearchQA):
     """k questions drawn without replacement from single-question tasks, answered in order.
 
     Args:
-        objectives: k, from 1 (2 to 16 make sense).
+        objectives: k, from 1 (2 to 16 make sense); None takes tasks that have several questions (MEM1's rows)
+            as they are.
         numbered: ask ``1) q1 2) q2`` instead of ``q1; q2``.
         reward: ``em`` (1 when every objective is right and there is no extra answer), ``partial`` (mean exact
             match), ``f1`` (mean F1) or ``mem1`` (MEM1's: the number of right positions).
@@ -42,17 +44,17 @@ class MultiObjectiveQA(SearchQA):
         tasks: str | Sequence[Task] = "factbook-tiny:train",
         retriever: str | Retriever = "factbook-tiny",
         *,
-        objectives: int = 2,
+        objectives: int | None = 2,
         numbered: bool = False,
         topk: int = 3,
         reward: str = "em",
         **settings: Any,
     ) -> None:
         super().__init__(tasks, retriever, topk=topk, reward=reward, **settings)
-        self.objectives = _at_least("objectives", objectives, 1)
+        self.objectives = None if objectives is None else _at_least("objectives", objectives, 1)
         self.numbered = numbered
-        self.pool = _without_separators(self.pool)
-        if len(self.pool.tasks) < self.objectives:
+        self.pool = _without_separators(self.pool, single=objectives is not None)
+        if len(self.pool.tasks) < (self.objectives or 1):
             raise UserError(
                 f"{self.objectives} objectives cannot be drawn from {len(self.pool.tasks)} questions"
             )
@@ -60,9 +62,11 @@ class MultiObjectiveQA(SearchQA):
     @property
     def num_tasks(self) -> int:
         """Indices from 0 that use every question at most once (larger ones are taken too)."""
-        return len(self.pool.tasks) // self.objectives
+        return len(self.pool.tasks) // (self.objectives or 1)
 
     def draw_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
+        if self.objectives is None:
+            return super().draw_task(rng, options)
         if "task_id" in options:
             return join_tasks([self.pool.by_id(part) for part in str(options["task_id"]).split(JOINER)])
         count, k = len(self.pool.tasks), self.objectives
@@ -109,16 +113,20 @@ def join_tasks(tasks: Sequence[Task]) -> Task:
 
 
 @lru_cache(maxsize=16)
-def _without_separators(pool: TaskPool) -> TaskPool:
+def _without_separators(pool: TaskPool, single: bool) -> TaskPool:
+    """Golds with ``;`` are left out, and tasks that then have none; ``single``: those of many questions."""
     kept = []
     for task in pool.tasks:
-        golds = tuple(gold for gold in task.golds[0] if ";" not in gold)
-        if len(task.questions) == 1 and golds:
-            same = golds == task.golds[0]
-            kept.append(task if same else Task(task.id, task.questions, (golds,), task.source, task.metadata))
+        if single and len(task.questions) > 1:
+            continue
+        golds = tuple(tuple(gold for gold in accepted if ";" not in gold) for accepted in task.golds)
+        if all(golds):
+            kept.append(task if golds == task.golds else replace(task, golds=golds))
     if not kept:
         raise UserError(
             "no single question has a gold answer without ';', which separates the objectives' answers"
+            if single and any(len(task.questions) == 1 for task in pool.tasks)
+            else "no task is left: with several questions in a task, objectives=None is needed"
         )
     return TaskPool(tuple(kept))
 

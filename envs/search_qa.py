@@ -49,7 +49,7 @@ class SearchQA(MemoryEnv):
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        self.pool = single_tasks(tasks)
+        self.pool = task_pool(tasks)
         self.retriever = load_retriever(retriever) if isinstance(retriever, str) else retriever
         self.topk = _at_least("topk", topk, 1)
         if reward not in self.rewards:
@@ -109,8 +109,8 @@ def _shared_pool(source: str) -> TaskPool:
     return TaskPool(tuple(load_tasks(source)))
 
 
-def single_tasks(tasks: str | Sequence[Task]) -> TaskPool:
-    """A pool of single-question tasks; one object for all environments that name the same source."""
+def task_pool(tasks: str | Sequence[Task]) -> TaskPool:
+    """A pool of tasks; one object for all environments that name the same source."""
     return _shared_pool(tasks) if isinstance(tasks, str) else TaskPool(tuple(tasks))
 
 

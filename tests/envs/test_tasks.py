@@ -57,7 +57,7 @@ def test_parquet_and_json_give_the_same_tasks(tmp_path: Path) -> None:
     [
         ("{", "line 2: not valid JSON"),
         ("[]", "line 2: an object is needed, not list"),
-        ({"question": "q", "golden_answers": ["a"]}, "line 2: id is None"),
+        ({"question": "q", "golden_answers": ["a"]}, "line 2: id is missing"),
         ({"id": "", "question": "q", "golden_answers": ["a"]}, "line 2: id is ''"),
         ({"id": 1, "golden_answers": ["a"]}, "line 2: question is missing"),
         ({"id": 1, "question": " ", "golden_answers": ["a"]}, "line 2: question is ' '"),

@@ -1,0 +1,99 @@
+"""Question sets from the Hugging Face hub through ``datasets``: parquet and JSON lines only, no remote code.
+
+A set's revision is looked up when it is first loaded, recorded, and pinned from then on; one that is named in
+the source is taken as it is. Records lie in ``hub.json`` under ``MEMPO_CACHE`` (default ``~/.cache/mempo``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from envs.errors import UserError
+from envs.tasks.forms import tasks_of_rows
+from envs.tasks.rows import Row
+from envs.tasks.task import Task
+
+PREFIX = "hub:"
+_SOURCE = re.compile(
+    r"hub:(?P<name>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?:@(?P<revision>[\w.-]+))?(?::(?P<split>[\w.-]+))?"
+)
+_SPLITS = ("test", "dev", "validation", "train")
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """``hub:OWNER/NAME[/CONFIG][@REVISION][:SPLIT]``; without a split test, else dev, else train."""
+
+    name: str
+    config: str | None
+    revision: str | None
+    split: str | None
+
+    @classmethod
+    def parse(cls, source: str) -> HubSource:
+        """Raises UserError when the text has another form."""
+        match = _SOURCE.fullmatch(source)
+        if match is None:
+            raise UserError(f"{source!r}: the form is hub:OWNER/NAME[/CONFIG][@REVISION][:SPLIT]")
+        return cls(**match.groupdict())
+
+
+def load_hub_tasks(source: str) -> list[Task]:
+    """The tasks of a set on the hub; the form of its rows is seen from their columns.
+
+    Raises:
+        UserError: a malformed source, a set or split that is not there, or rows of no known form.
+    """
+    parsed = HubSource.parse(source)
+    rows = _rows(parsed, source)
+    label = parsed.name.split("/")[1] if parsed.config is None else parsed.config
+    return tasks_of_rows(rows, label, source)
+
+
+def _rows(source: HubSource, place: str) -> Iterator[Row]:
+    import datasets
+
+    revision = source.revision or _pinned_revision(source.name)
+    try:
+        available = datasets.get_dataset_split_names(source.name, source.config, revision=revision)
+        split = source.split or next((name for name in _SPLITS if name in available), None)
+        if split not in available:
+            raise UserError(f"{place}: no such split; there are {', '.join(available)}")
+        table = datasets.load_dataset(source.name, source.config, split=split, revision=revision)
+    except (ValueError, RuntimeError, OSError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{place}: cannot be loaded ({_first_line(error)})") from None
+    for number, row in enumerate(table, 1):
+        yield f"{place}, row {number}", row
+
+
+def _pinned_revision(name: str) -> str:
+    record = _record_file()
+    known: dict[str, Any] = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    if name not in known:
+        import huggingface_hub
+
+        try:
+            known[name] = huggingface_hub.HfApi().dataset_info(name).sha
+        except (ValueError, RuntimeError, OSError) as error:
+            raise UserError(f"hub:{name}: its revision cannot be looked up ({_first_line(error)})") from None
+        record.parent.mkdir(parents=True, exist_ok=True)
+        aside = record.with_name(f"{record.name}.{os.getpid()}")
+        aside.write_text(json.dumps(known, indent=1, sort_keys=True), encoding="utf-8")
+        aside.replace(record)
+    return str(known[name])
+
+
+def _record_file() -> Path:
+    return Path(os.environ.get("MEMPO_CACHE") or Path.home() / ".cache" / "mempo") / "hub.json"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
