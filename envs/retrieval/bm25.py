@@ -179,4 +179,5 @@ def _cache_folder(path: Path) -> Path:
 
 
 def _writable(folder: Path) -> bool:
-    return os.access(folder, os.W_OK)
+    """Whether one may and should write there: root may anywhere, but a folder without write bits says no."""
+    return os.access(folder, os.W_OK) and bool(folder.stat().st_mode & 0o222)

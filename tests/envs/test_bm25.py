@@ -210,9 +210,11 @@ def test_a_folder_that_cannot_be_written_puts_the_index_into_the_cache(
     folder.mkdir()
     path = write_corpus(folder / "corpus.jsonl", ROWS)
     monkeypatch.setenv("MEMPO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("envs.retrieval.bm25._writable", lambda place: place != folder)
+    folder.chmod(0o555)
     assert found(Bm25Retriever.from_file(path), "Warsaw") == ["Poland"]
     assert [entry.name for entry in folder.iterdir()] == ["corpus.jsonl"]
+    assert found(Bm25Retriever.from_file(path), "Warsaw") == ["Poland"]
+    folder.chmod(0o755)
     assert len(list((tmp_path / "cache" / "bm25").iterdir())) == 1
 
 
