@@ -2,8 +2,8 @@
 
 Works on any transformers decoder-only model: the decoder runs on the whole micro-batch, its hidden states are
 selected where a trained token is predicted, and only those meet the vocabulary head, in chunks. Models that
-do something between head and logits (Gemma 2's soft cap, Cohere's scale) are noticed by a probe and take the
-model's own head instead.
+do something else between head and logits (Cohere's scale) are noticed by a probe and take the model's own
+head instead, all at once.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class TokenScores:
     """``(N,)`` log-probs (nats, temperature applied) of a micro-batch's trained tokens and the entropies
     there.
 
-    ``entropy`` is detached unless it was asked for with gradient.
+    ``entropy`` is None when it was not wanted, and detached unless its gradient was.
     """
 
     logprobs: Tensor
-    entropy: Tensor
+    entropy: Tensor | None
 
 
 class Forward:
@@ -71,33 +71,33 @@ class Forward:
         device: torch.device = next(self.model.parameters()).device
         return device
 
-    def __call__(self, batch: MicroBatch) -> TokenScores:
+    def __call__(self, batch: MicroBatch, *, entropy: bool = False) -> TokenScores:
         """One pass over the micro-batch; with gradient unless the caller switched it off."""
         batch = batch.to(self.device)
         if self._own_head is None:
             self._own_head = not _head_is_last(self._plain)
         if self._own_head:
             logits = self._through_own_head(batch)
-            return self._score(logits, batch.targets)
+            return self._score(logits, batch.targets, entropy)
         with self._precision():
             hidden = decoder_hidden(self._plain.get_decoder(), batch)
-        return self._chunks(hidden, batch.targets)
+        return self._chunks(hidden, batch.targets, entropy)
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast == "none":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=getattr(torch, self.autocast))
 
-    def _chunks(self, hidden: Tensor, targets: Tensor) -> TokenScores:
+    def _chunks(self, hidden: Tensor, targets: Tensor, entropy: bool) -> TokenScores:
         head = self._plain.get_output_embeddings()
         vocabulary = head.weight.shape[0]
         hidden = hidden.to(head.weight.dtype)
         size = max(1, _KEPT_LOGITS // vocabulary)
         if hidden.shape[0] <= size:
-            return self._score(head(hidden), targets)
+            return self._score(self._capped(head(hidden)), targets, entropy)
 
-        def score(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-            scores = self._score(head(states), ids)
+        def score(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+            scores = self._score(self._capped(head(states)), ids, entropy)
             return scores.logprobs, scores.entropy
 
         pieces = [
@@ -105,19 +105,25 @@ class Forward:
             for states, ids in zip(torch.split(hidden, size), torch.split(targets, size), strict=True)
         ]
         return TokenScores(
-            logprobs=torch.cat([piece[0] for piece in pieces]),
-            entropy=torch.cat([piece[1] for piece in pieces]),
+            logprobs=torch.cat([logprobs for logprobs, _ in pieces]),
+            entropy=torch.cat([entropies for _, entropies in pieces]) if entropy else None,
         )
 
-    def _score(self, logits: Tensor, targets: Tensor) -> TokenScores:
+    def _capped(self, logits: Tensor) -> Tensor:
+        return soft_cap(logits, self._plain.config)
+
+    def _score(self, logits: Tensor, targets: Tensor, with_entropy: bool) -> TokenScores:
         if not _is_wide(logits.dtype):
             logits = logits.float()
         if self.temperature != 1.0:
             logits = logits / self.temperature
         distribution = torch.log_softmax(logits, dim=-1)
         logprobs = distribution.gather(-1, targets[:, None])[:, 0]
+        if not with_entropy:
+            return TokenScores(logprobs=logprobs, entropy=None)
         with torch.set_grad_enabled(self.entropy_gradient and torch.is_grad_enabled()):
-            entropy = torch.special.entr(distribution.exp()).sum(-1)
+            # The clamp keeps 0 * -inf out (models that forbid tokens); exp(-100) adds nothing.
+            entropy = -(distribution.exp() * distribution.clamp(min=-100)).sum(-1)
         return TokenScores(logprobs=logprobs, entropy=entropy)
 
     def _through_own_head(self, batch: MicroBatch) -> Tensor:
@@ -148,6 +154,12 @@ def _inputs(model: Any, batch: MicroBatch) -> dict[str, Any]:
     return inputs
 
 
+def soft_cap(logits: Tensor, config: Any) -> Tensor:
+    """Gemma 2's bound on logits, ``cap * tanh(logits / cap)``, for models whose configuration has one."""
+    cap = getattr(config, "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
 def _is_wide(dtype: torch.dtype) -> bool:
     return dtype in (torch.float32, torch.float64)
 
@@ -169,7 +181,7 @@ def _head_is_last(model: Any) -> bool:
     with _evaluating(model):
         hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
         expected = model(input_ids=ids, use_cache=False).logits
-    return torch.allclose(head(hidden), expected, rtol=1e-4, atol=1e-5)
+    return torch.allclose(soft_cap(head(hidden), model.config), expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

@@ -214,7 +214,9 @@ class Learner:
         needed = [index for index in chosen if self._matters(experience.rows[index])]
         for batch in self._lay_out([experience.rows[index] for index in needed]):
             index = experience.flat.index([needed[row] for row in batch.rows])
-            loss = objective(self._policy(batch), experience, index, denominators, self.config, metrics)
+            loss = objective(
+                self._policy(batch, entropy=True), experience, index, denominators, self.config, metrics
+            )
             torch.autograd.backward(loss)
             metrics.computed(batch.tokens)
             if self.critic is not None:

@@ -49,7 +49,7 @@ class UpdateMetrics:
         logprobs: Tensor,
         engine: Tensor,
         reference: Tensor | None,
-        entropy: Tensor,
+        entropy: Tensor | None,
         correction: Tensor | None,
     ) -> None:
         """Token-level tensors of one micro-batch, detached; ``loss`` is its scalar share of the step's
@@ -57,7 +57,8 @@ class UpdateMetrics:
         count = logprobs.new_full((), logprobs.numel())
         self._add("loss", loss)
         self._add("tokens", count)
-        self._add("entropy", entropy.sum())
+        if entropy is not None:
+            self._add("entropy", entropy.sum())
         if self._steps == 0:
             difference = (logprobs - engine).abs()
             self._add("engine_tokens", count)

@@ -122,7 +122,7 @@ def objective(
     reference = None if experience.reference is None else pick(experience.reference)
     if reference is not None and config.kl_coef > 0:
         loss = loss + config.kl_coef * kl_penalty(logprobs, reference, config.kl_kind)
-    if config.entropy_coef > 0:
+    if config.entropy_coef > 0 and scores.entropy is not None:
         loss = loss - config.entropy_coef * scores.entropy
     total = (loss * weights).sum()
     metrics.tokens(
@@ -130,7 +130,7 @@ def objective(
         logprobs=logprobs.detach(),
         engine=engine,
         reference=reference,
-        entropy=scores.entropy.detach(),
+        entropy=None if scores.entropy is None else scores.entropy.detach(),
         correction=correction,
     )
     return total
