@@ -29,6 +29,7 @@ FORMAT = 1
 """Of the index folder; part of its fingerprint, with the rule that splits words."""
 
 _MAX_QUERY_WORDS = 256
+_FEW = 8
 
 
 class Bm25Retriever:
@@ -95,29 +96,31 @@ class Bm25Retriever:
             return []
         rows = np.concatenate([self._rows[start:end] for start, end in spans])
         scores = np.concatenate([self._data[start:end] for start, end in spans])
-        if len(spans) > 1:
-            rows, where = _sum_by_row(rows, len(self._passages))
-            scores = np.bincount(where, weights=scores, minlength=len(rows))
-        best = _best(scores, rows, topk)
-        return [replace(self._passages[int(rows[i])], score=float(scores[i])) for i in best]
+        if len(spans) > 1 and len(rows) * 64 < len(self._passages):
+            rows, where = np.unique(rows, return_inverse=True)
+            scores = np.bincount(where, weights=scores)
+        elif len(spans) > 1:
+            scores = np.bincount(rows, weights=scores)
+            rows = np.arange(len(scores))
+        return [replace(self._passages[int(rows[i])], score=float(scores[i])) for i in _best(scores, topk)]
 
 
-def _sum_by_row(rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct rows, and for each given row its place among them."""
-    if len(rows) * 8 < count:
-        return np.unique(rows, return_inverse=True)
-    return np.arange(count), rows
-
-
-def _best(scores: np.ndarray, rows: np.ndarray, topk: int) -> np.ndarray:
-    """Places of the topk positive scores: highest first, ties by row."""
-    if topk < len(scores):
-        least = np.partition(scores, len(scores) - topk)[len(scores) - topk]
-        places = np.flatnonzero(scores >= least if least > 0 else scores > 0)
-    else:
+def _best(scores: np.ndarray, topk: int) -> list[int]:
+    """Places of the topk positive scores, highest first, equal ones in their order."""
+    if topk > _FEW:
         places = np.flatnonzero(scores > 0)
-    order = np.lexsort((rows[places], -scores[places]))
-    return places[order[:topk]]
+        if topk < len(places):
+            values = scores[places]
+            places = places[values >= np.partition(values, len(values) - topk)[len(values) - topk]]
+        order = np.argsort(-scores[places], kind="stable")[:topk]
+        return [int(place) for place in places[order]]
+    # Faster for few than numpy's partition, which is slow on many equal values such as the zeros here.
+    found: list[int] = []
+    rest = scores.copy()
+    while len(found) < topk and rest[best := int(rest.argmax())] > 0:
+        found.append(best)
+        rest[best] = 0
+    return found
 
 
 def _build(passages: Iterable[Passage], source: str) -> bm25s.BM25:
