@@ -47,6 +47,8 @@ def summarise(samples: Sequence[Sample], scorer: str | None = None, *, seed: int
     Args:
         seed: of the bootstrap.
     """
+    # A bootstrap depends on the order of its values: the same samples must give the same bytes.
+    samples = sorted(samples, key=lambda sample: (sample.task_id, sample.sample))
     scores = score_samples(samples, scorer)
     clusters = [sample.task_id for sample in samples]
     completed = [i for i, sample in enumerate(samples) if sample.error is None]

@@ -1,0 +1,256 @@
+"""The run folder: what was run, every sample as it finished, and numbers that repeat to the byte.
+
+    run.json        everything that decides the result, written first
+    samples.jsonl   one row a sample in the order they finished; append only, flushed to the disk
+    summary.json    per benchmark the numbers of `eval.summary`; the same samples give the same bytes
+    latency.json    wall-clock figures, apart because they never repeat; latency.jsonl has one row a sample
+    report.md, report.html
+
+A kill leaves whole rows and at most half a line, which is cut off when the run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from envs.errors import UserError
+from eval.episode import Sample
+from eval.stats import percentiles
+from eval.summary import summarise
+
+RUN, SAMPLES, SUMMARY, LATENCY = "run.json", "samples.jsonl", "summary.json", "latency.jsonl"
+SYNC_SECONDS = 0.5
+"""Rows are handed to the system at once, and to the disk at least this often."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder read back.
+
+    Attributes:
+        path: of the folder.
+        config: what decides the result (`run.json`, section ``config``).
+        environment: code revision and package versions it ran with.
+        samples: by benchmark, sorted by task id and sample index, whatever order they finished in.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    samples: Mapping[str, tuple[Sample, ...]]
+
+    @property
+    def name(self) -> str:
+        return str(self.config.get("player", {}).get("name", self.path.name))
+
+    @property
+    def missing(self) -> int:
+        """Samples that `run.json` promises and that are not there."""
+        benchmarks = self.config.get("benchmarks", {})
+        return sum(int(entry["expected"]) - len(self.samples[name]) for name, entry in benchmarks.items())
+
+    def scorer(self, benchmark: str) -> str | None:
+        found = self.config.get("benchmarks", {}).get(benchmark, {}).get("scorer")
+        return None if found is None else str(found)
+
+    def summaries(self, scorer: str | None = None) -> dict[str, Any]:
+        """By benchmark the numbers of `eval.summary.summarise`, under another rule where one is named."""
+        seed = int(self.config.get("seed", 0))
+        return {
+            name: summarise(samples, scorer or self.scorer(name), seed=seed)
+            for name, samples in self.samples.items()
+        }
+
+
+class RunWriter:
+    """Writes a run, or goes on with one.
+
+    Args:
+        path: the folder; made when missing.
+        config: what decides the result; JSON values.
+        environment: what may differ when a complete run is read back, but not while one is written.
+
+    Raises:
+        UserError: the folder holds another run; the first difference is named.
+    """
+
+    def __init__(self, path: Path, config: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
+        self.path = path
+        self.config = json.loads(json.dumps(config))
+        self._samples: IO[bytes] | None = None
+        self._latency: IO[bytes] | None = None
+        self._synced = 0.0
+        path.mkdir(parents=True, exist_ok=True)
+        file = path / RUN
+        if file.is_file():
+            stored = _read_object(file)
+            difference = first_difference(stored.get("config", {}), self.config)
+            if difference:
+                raise UserError(f"{path} holds a run with other settings: {difference}; take another --out")
+            changed = first_difference(stored.get("environment", {}), json.loads(json.dumps(environment)))
+            if changed and read_run(path).missing:
+                raise UserError(
+                    f"{path} was begun under other versions: {changed}; finish it there or take another --out"
+                )
+        elif any((path / name).exists() for name in (SAMPLES, SUMMARY)):
+            raise UserError(f"{path} holds samples but no {RUN}; take another --out")
+        else:
+            write_json(file, {"config": self.config, "environment": environment})
+        for name in (SAMPLES, LATENCY):
+            _cut_half_line(path / name)
+        self.done = {key: sample for key, sample in _rows(path / SAMPLES) if sample.error is None}
+
+    def __enter__(self) -> Self:
+        self._samples = (self.path / SAMPLES).open("ab")
+        self._latency = (self.path / LATENCY).open("ab")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for file in (self._samples, self._latency):
+            if file is not None:
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
+        self._samples = self._latency = None
+
+    def finished(self, benchmark: str) -> set[str]:
+        """Ids of the samples of a benchmark that need not run again; failed ones do."""
+        return {sample_id for name, sample_id in self.done if name == benchmark}
+
+    def add(self, benchmark: str, sample: Sample, seconds: float) -> None:
+        """Append one sample. A row is written in one piece; of two rows with one id the later counts."""
+        assert self._samples is not None and self._latency is not None, "use it as a context manager"
+        self._samples.write(_line({"benchmark": benchmark, **sample.to_json()}))
+        self._samples.flush()
+        self._latency.write(_line({"benchmark": benchmark, "id": sample.id, "seconds": round(seconds, 6)}))
+        now = time.monotonic()
+        if now - self._synced >= SYNC_SECONDS:
+            os.fsync(self._samples.fileno())
+            self._latency.flush()
+            self._synced = now
+
+    def finish(self) -> Run:
+        """Write ``summary.json`` and ``latency.json`` from the rows on disk.
+
+        Raises:
+            UserError: samples are missing.
+        """
+        run = read_run(self.path)
+        if run.missing:
+            raise UserError(f"{self.path}: {run.missing} samples are missing; run the same command again")
+        write_json(self.path / SUMMARY, run.summaries())
+        seconds = [float(row["seconds"]) for row in _objects(self.path / LATENCY)]
+        write_json(self.path / "latency.json", {"episode_seconds": percentiles(seconds), "n": len(seconds)})
+        return run
+
+
+def read_run(path: str | Path) -> Run:
+    """A run from its folder.
+
+    Raises:
+        UserError: no run there.
+    """
+    folder = Path(path)
+    if not (folder / RUN).is_file():
+        raise UserError(f"{folder} is no evaluation run: it has no {RUN}")
+    stored = _read_object(folder / RUN)
+    config = stored.get("config", {})
+    rows: dict[str, dict[str, Sample]] = {name: {} for name in config.get("benchmarks", {})}
+    for (benchmark, sample_id), sample in _rows(folder / SAMPLES):
+        rows.setdefault(benchmark, {})[sample_id] = sample
+    samples = {
+        name: tuple(sorted(each.values(), key=lambda sample: (sample.task_id, sample.sample)))
+        for name, each in rows.items()
+    }
+    return Run(folder, config, stored.get("environment", {}), samples)
+
+
+def first_difference(stored: Any, wanted: Any, where: str = "") -> str | None:
+    """Where two JSON values differ first, in words; None when they do not."""
+    if isinstance(stored, dict) and isinstance(wanted, dict):
+        for key in [*stored, *(key for key in wanted if key not in stored)]:
+            place = f"{where}.{key}" if where else str(key)
+            if key not in stored:
+                return f"{place} is {_shown(wanted[key])} now and was not set there"
+            if key not in wanted:
+                return f"{place} was {_shown(stored[key])} there and is not set now"
+            found = first_difference(stored[key], wanted[key], place)
+            if found:
+                return found
+        return None
+    if stored != wanted or type(stored) is not type(wanted):
+        return f"{where} was {_shown(stored)} there and is {_shown(wanted)} now"
+    return None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Whole or not at all, keys in the order given, floats as they print."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with aside.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1, ensure_ascii=False, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    # Lone surrogates can come out of a model's bytes; escaped, every row is valid UTF-8.
+    return json.dumps(row, ensure_ascii=True, allow_nan=False).encode() + b"\n"
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} cannot be read ({error})") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: an object is needed")
+    return value
+
+
+def _rows(path: Path) -> Iterator[tuple[tuple[str, str], Sample]]:
+    for row in _objects(path):
+        try:
+            sample = Sample.from_json(row)
+            yield (str(row["benchmark"]), sample.id), sample
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{path}: a row is no sample ({type(error).__name__}: {error})") from None
+
+
+def _objects(path: Path) -> Iterable[dict[str, Any]]:
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return  # half a line, from a kill in the middle of a write
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{path}, line {number}: not valid JSON ({error})") from None
+
+
+def _cut_half_line(path: Path) -> None:
+    if not path.is_file():
+        return
+    with path.open("rb+") as file:
+        data = file.read()
+        file.truncate(data.rfind(b"\n") + 1)
