@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ import numpy as np
 from envs.errors import UserError
 from envs.retrieval.base import Passage
 from envs.retrieval.corpus import MappedCorpus, file_digest, iterate_passages, line_starts
-from envs.retrieval.words import query_words, words
+from envs.retrieval.words import plain_word, query_words, raw_words
 
 FORMAT = 1
 """Of the index folder; part of its fingerprint, with the rule that splits words."""
@@ -123,12 +124,24 @@ def _best(scores: np.ndarray, topk: int) -> list[int]:
     return found
 
 
+class _WordIds(dict[str, int]):
+    """Id of a raw word; a new one is brought into its plain form, once."""
+
+    def __init__(self, vocabulary: dict[str, int]) -> None:
+        self._vocabulary = vocabulary
+
+    def __missing__(self, word: str) -> int:
+        self[word] = self._vocabulary.setdefault(plain_word(word), len(self._vocabulary))
+        return self[word]
+
+
 def _build(passages: Iterable[Passage], source: str) -> bm25s.BM25:
     vocabulary: dict[str, int] = {}
-    ids: list[list[int]] = []
+    known = _WordIds(vocabulary)
+    ids: list[array[int]] = []
     for passage in passages:
-        found = words(f"{passage.title}\n{passage.text}")
-        ids.append([vocabulary.setdefault(word, len(vocabulary)) for word in found])
+        found = raw_words(f"{passage.title}\n{passage.text}")
+        ids.append(array("i", [known[word] for word in found]))
     if not vocabulary:
         raise UserError(f"{source}: nothing to search, there is no passage with a word in it")
     index = bm25s.BM25(method="lucene", k1=1.5, b=0.75)

@@ -16,35 +16,41 @@ STOP_WORDS = frozenset(
 _WORD = re.compile(r"(?:[^\W\d_]\.){2,}[^\W\d_]?(?!\w)|[^\W_]+(?:['’][^\W_]+)*(?:\+\+|#|\+(?!\w))?")
 
 
-def words(text: str) -> list[str]:
-    """Lower-case words without accents: ``U.S.`` is ``us``, ``C++`` ``c++``, ``Lincoln's`` ``lincoln``.
-
-    A plural ``s`` is dropped. Chinese, Japanese and other scripts without spaces give one word a character.
-    """
-    if text.isascii():
-        return [_plain(word) for word in _WORD.findall(text.lower())]
-    folded = unicodedata.normalize("NFKD", text.casefold())
-    folded = "".join(character for character in folded if not unicodedata.combining(character))
-    found: list[str] = []
-    for word in _WORD.findall(folded):
-        if word.isascii():
-            found.append(_plain(word))
-        else:
-            found.extend(_UNSPACED.sub(r" \g<0> ", word).split())
-    return found
-
-
 _UNSPACED = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
 )
 
 
-def _plain(word: str) -> str:
-    if "'" in word:
-        word = word.removesuffix("'s").replace("'", "")
+def words(text: str) -> list[str]:
+    """Lower-case words without accents: ``U.S.`` is ``us``, ``C++`` ``c++``, ``Lincoln's`` ``lincoln``.
+
+    A plural ``s`` is dropped. Chinese, Japanese and other scripts without spaces give one word a character.
+    """
+    return [plain_word(word) for word in raw_words(text)]
+
+
+def raw_words(text: str) -> list[str]:
+    """Words as they stand in the text, lower case and without accents: what `plain_word` takes."""
+    if text.isascii():
+        return _WORD.findall(text.lower())
+    folded = unicodedata.normalize("NFKD", text.casefold())
+    folded = "".join(character for character in folded if not unicodedata.combining(character))
+    found: list[str] = []
+    for word in _WORD.findall(folded):
+        if word.isascii():
+            found.append(word)
+        else:
+            found.extend(_UNSPACED.sub(r" \g<0> ", word).split())
+    return found
+
+
+def plain_word(word: str) -> str:
+    """The form under which a raw word is indexed."""
+    if "'" in word or "’" in word:
+        word = word.replace("’", "'").removesuffix("'s").replace("'", "")
     if "." in word:
         return word.replace(".", "")
-    if len(word) > 3 and word[-1] == "s" and word[-2] not in "siu":
+    if len(word) > 3 and word[-1] == "s" and word[-2] not in "siu" and word.isascii():
         return word[:-1]
     return word
 
