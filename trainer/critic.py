@@ -19,7 +19,8 @@ from trainer.algorithm import CriticConfig, OptimizerConfig
 from trainer.forward import decoder_hidden
 from trainer.losses import value_loss
 from trainer.optimizers import build_optimizer
-from trainer.packing import FlatRows, MicroBatch, Row
+from trainer.packing import MicroBatch
+from trainer.row import FlatRows, Row
 
 
 class Critic(nn.Module):
@@ -59,10 +60,10 @@ class Critic(nn.Module):
         torch.autograd.backward(loss)
         return loss.detach()
 
-    def step(self) -> bool:
-        """Move the critic, unless its gradient is not finite; says which."""
+    def step(self, policy_is_finite: bool = True) -> bool:
+        """Move the critic, unless its gradient (or the policy's) is not finite; says whether its own is."""
         finite = math.isfinite(float(self.optimizer.clip()))
-        if finite:
+        if finite and policy_is_finite:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return finite

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.packing import MicroBatch, Row, micro_batches
+from trainer.packing import MicroBatch, micro_batches
+from trainer.row import Row
 
 # Above so many logits (float32: 64 MiB) a chunk's logits are computed again in the backward pass.
 _KEPT_LOGITS = 2**24
@@ -187,10 +188,9 @@ def _head_is_last(model: Any) -> bool:
 @torch.no_grad()
 def _layout_agrees(forward: Forward, layout: Literal["branches", "packed"]) -> bool:
     plain = forward._plain
-    if layout == "branches":
-        windowed = any(kind != "full_attention" for kind in getattr(plain.config, "layer_types", None) or ())
-        if windowed or plain.config._attn_implementation not in ("sdpa", "eager"):
-            return False  # one explicit mask cannot stand for several kinds of layers
+    one_mask = plain.config._attn_implementation in ("sdpa", "eager") and not _is_windowed(plain.config)
+    if layout == "branches" and not one_mask:
+        return False  # kernels without a mask, or layers of several kinds that one mask cannot stand for
     vocabulary = plain.get_output_embeddings().weight.shape[0]
     rows = [_probe(tuple(token % vocabulary for token in completion)) for completion in ((5, 6, 7), (8, 9))]
     single = torch.cat([forward(micro_batches([row], 64)[0]).logprobs for row in rows])
@@ -203,6 +203,17 @@ def _layout_agrees(forward: Forward, layout: Literal["branches", "packed"]) -> b
     except (TypeError, ValueError, RuntimeError):
         return False  # the model does not take positions, or not this mask
     return torch.allclose(single, together, rtol=0.0, atol=1e-3 if forward.autocast == "none" else 0.1)
+
+
+def _is_windowed(config: Any) -> bool:
+    """Whether any layer looks back over a limited number of columns, which a short probe cannot notice."""
+    kinds = [
+        *(getattr(config, "layer_types", None) or ()),
+        *(getattr(config, "attention_layers", None) or ()),
+    ]
+    if kinds:
+        return any(kind not in ("full_attention", "global") for kind in kinds)
+    return any(getattr(config, name, None) is not None for name in ("sliding_window", "attention_chunk_size"))
 
 
 def _probe(completion: tuple[int, ...]) -> Row:

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from trainer.algorithm import LearnerConfig
 from trainer.critic import Critic, critic_advantages
 from trainer.forward import Forward, silence_dropout
+from trainer.losses import Denominators
 from trainer.metrics import UpdateMetrics
 from trainer.objective import Experience, objective
 from trainer.optimizers import OptimizerSet, build_optimizer
-from trainer.packing import MicroBatch, Row, flatten, micro_batches
+from trainer.packing import MicroBatch, empty_micro_batch, micro_batches
 from trainer.reference import attach_lora, frozen_copy, reference_mode
+from trainer.row import Row, flatten
 
 
 class NonFiniteError(RuntimeError):
@@ -80,12 +82,99 @@ class Learner:
         """
         if not any(row.trained_tokens for row in rows):
             raise ValueError("an update needs at least one row with a trained token")
-        experience = self._experience(rows)
+        experience = self.experience(rows)
         metrics = UpdateMetrics()
         for _ in range(self.config.epochs):
-            for chosen in self._mini_batches(rows):
-                self._step(experience, chosen, metrics)
+            for chosen in self.mini_batches(rows):
+                denominators = experience.denominators(chosen)
+                if denominators.tokens:
+                    self.accumulate(experience, chosen, denominators, metrics)
+                    self.apply(metrics)
         return metrics.summary()
+
+    @torch.no_grad()
+    def experience(self, rows: Sequence[Row]) -> Experience:
+        """What stays the same during an update, computed with the weights it starts from."""
+        config = self.config
+        flat = flatten(rows, self._dtype)
+        reference = flat.ref_logprobs
+        if reference is None and config.kl_coef > 0:
+            reference = self._reference_scores(rows)
+        old = flat.engine_logprobs
+        if config.old_logprobs == "recomputed":
+            old = self._scores(self._policy, rows)
+        if self.critic is None:
+            return Experience(rows, flat, flat.advantages, old, reference)
+        values = torch.zeros_like(old)
+        for batch in self._lay_out(rows):
+            values[flat.index(batch.rows)] = self.critic.values(batch).cpu().to(values.dtype)
+        advantages, returns = critic_advantages(rows, flat, values, self.critic.config)
+        return Experience(rows, flat, advantages, old, reference, values, returns)
+
+    def mini_batches(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Row indices of each optimizer step: questions in random order, a few at a time, never split."""
+        questions: dict[int, list[int]] = {}
+        for index, row in enumerate(rows):
+            questions.setdefault(row.question, []).append(index)
+        members = list(questions.values())
+        order = torch.randperm(len(members), generator=self._shuffle).tolist()
+        size = self.config.mini_batch_questions or len(members)
+        return [
+            [index for question in order[start : start + size] for index in members[question]]
+            for start in range(0, len(order), size)
+        ]
+
+    def accumulate(
+        self,
+        experience: Experience,
+        chosen: Sequence[int],
+        denominators: Denominators,
+        metrics: UpdateMetrics,
+        *,
+        least: int = 0,
+    ) -> None:
+        """Add the gradient of some rows of an optimizer step: one forward and one backward a micro-batch.
+
+        On several ranks each takes its share of ``chosen`` with the denominators of all, and gradients are
+        summed before `apply`; a rank with fewer micro-batches than ``least`` adds empty ones, which are worth
+        exactly 0 but take part in every collective operation.
+        """
+        needed = [index for index in chosen if self._matters(experience.rows[index])]
+        batches = self._lay_out([experience.rows[index] for index in needed])
+        batches += [empty_micro_batch() for _ in range(least - len(batches))]
+        for batch in batches:
+            index = experience.flat.index([needed[row] for row in batch.rows])
+            scores = self._policy(batch, entropy=True)
+            loss = objective(scores, experience, index, denominators, self.config, metrics)
+            torch.autograd.backward(loss)
+            metrics.computed(batch.tokens)
+            if self.critic is not None:
+                targets = experience.value_targets(index)
+                metrics.critic(self.critic.accumulate(batch, *targets, denominators.tokens))
+
+    def apply(self, metrics: UpdateMetrics) -> None:
+        """End an optimizer step: clip and move the weights, or skip it when something was not finite.
+
+        Raises:
+            NonFiniteError: that happened more than ``max_nonfinite_steps`` times in a row.
+        """
+        norm = float(self.optimizer.clip())
+        finite = math.isfinite(norm) and metrics.loss_is_finite()
+        if self.critic is not None:
+            finite = self.critic.step(finite) and finite
+        metrics.step(norm=norm, lr=self.optimizer.lr, finite=finite)
+        if finite:
+            self.optimizer.step()
+            self._nonfinite_in_a_row = 0
+        else:
+            self.skipped_steps += 1
+            self._nonfinite_in_a_row += 1
+        self.optimizer.zero_grad()
+        if self._nonfinite_in_a_row > self.config.max_nonfinite_steps:
+            raise NonFiniteError(
+                f"{self._nonfinite_in_a_row} optimizer steps in a row had a loss or gradient that was not "
+                f"finite (limit {self.config.max_nonfinite_steps}): continue from the last good checkpoint"
+            )
 
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
         """Log-probs of each row's trained tokens under the policy as it is now."""
@@ -161,25 +250,6 @@ class Learner:
         return micro_batches(rows, config.tokens_per_micro_batch, layout=config.forward, share_prompts=share)
 
     @torch.no_grad()
-    def _experience(self, rows: Sequence[Row]) -> Experience:
-        """What stays the same during an update, computed with the weights it starts from."""
-        config = self.config
-        flat = flatten(rows, self._dtype)
-        reference = flat.ref_logprobs
-        if reference is None and config.kl_coef > 0:
-            reference = self._reference_scores(rows)
-        old = flat.engine_logprobs
-        if config.old_logprobs == "recomputed":
-            old = self._scores(self._policy, rows)
-        if self.critic is None:
-            return Experience(rows, flat, flat.advantages, old, reference)
-        values = torch.zeros_like(old)
-        for batch in self._lay_out(rows):
-            values[flat.index(batch.rows)] = self.critic.values(batch).cpu().to(values.dtype)
-        advantages, returns = critic_advantages(rows, flat, values, self.critic.config)
-        return Experience(rows, flat, advantages, old, reference, values, returns)
-
-    @torch.no_grad()
     def _scores(self, forward: Forward, rows: Sequence[Row]) -> Tensor:
         """``(N,)`` log-probs of the rows' trained tokens, without gradient."""
         offsets = _offsets(rows)
@@ -192,57 +262,6 @@ class Learner:
     def _reference_scores(self, rows: Sequence[Row]) -> Tensor:
         with reference_mode(self.model, self.reference):
             return self._scores(self._frozen or self._policy, rows)
-
-    def _mini_batches(self, rows: Sequence[Row]) -> list[list[int]]:
-        """Row indices of each optimizer step: questions in random order, a few at a time, never split."""
-        questions: dict[int, list[int]] = {}
-        for index, row in enumerate(rows):
-            questions.setdefault(row.question, []).append(index)
-        members = list(questions.values())
-        order = torch.randperm(len(members), generator=self._shuffle).tolist()
-        size = self.config.mini_batch_questions or len(members)
-        return [
-            [index for question in order[start : start + size] for index in members[question]]
-            for start in range(0, len(order), size)
-        ]
-
-    def _step(self, experience: Experience, chosen: Sequence[int], metrics: UpdateMetrics) -> None:
-        """One optimizer step on the rows of one mini-batch."""
-        denominators = experience.denominators(chosen)
-        if not denominators.tokens:
-            return
-        needed = [index for index in chosen if self._matters(experience.rows[index])]
-        for batch in self._lay_out([experience.rows[index] for index in needed]):
-            index = experience.flat.index([needed[row] for row in batch.rows])
-            loss = objective(
-                self._policy(batch, entropy=True), experience, index, denominators, self.config, metrics
-            )
-            torch.autograd.backward(loss)
-            metrics.computed(batch.tokens)
-            if self.critic is not None:
-                targets = experience.value_targets(index)
-                metrics.critic(self.critic.accumulate(batch, *targets, denominators.tokens))
-        norm = float(self.optimizer.clip())
-        finite = math.isfinite(norm) and metrics.loss_is_finite()
-        if self.critic is not None:
-            finite = self.critic.step() and finite
-        metrics.step(norm=norm, lr=self.optimizer.lr, finite=finite)
-        self._finish(finite)
-
-    def _finish(self, finite: bool) -> None:
-        """Move the weights, or skip the step and count it."""
-        if finite:
-            self.optimizer.step()
-            self._nonfinite_in_a_row = 0
-        else:
-            self.skipped_steps += 1
-            self._nonfinite_in_a_row += 1
-        self.optimizer.zero_grad()
-        if self._nonfinite_in_a_row > self.config.max_nonfinite_steps:
-            raise NonFiniteError(
-                f"{self._nonfinite_in_a_row} optimizer steps in a row had a loss or gradient that was not "
-                f"finite (limit {self.config.max_nonfinite_steps}): continue from the last good checkpoint"
-            )
 
     def _matters(self, row: Row) -> bool:
         """Whether a row can add anything to the gradient; one that cannot is counted but not computed."""

@@ -24,7 +24,7 @@ from trainer.losses import (
     kl_penalty,
 )
 from trainer.metrics import UpdateMetrics
-from trainer.packing import FlatRows, Row
+from trainer.row import FlatRows, Row
 
 
 @dataclass(frozen=True)

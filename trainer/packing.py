@@ -1,6 +1,6 @@
-"""Rows, and how they are laid out into forward passes.
+"""How rows are laid out into forward passes, and shared out over ranks.
 
-A row is one turn: a prompt and the completion sampled for it. Two layouts give equal log-probs and gradients:
+Two layouts give equal log-probs and gradients:
 
 - ``padded``: sequences of like length side by side, padded on the right. Under a causal mask padding on the
   right is invisible to every real token, so no mask is needed. Rows with the same prompt may share it: the
@@ -21,65 +21,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from trainer.row import Row
 
-@dataclass(frozen=True)
-class Row:
-    """One turn to train on. The C-long fields follow ``completion_ids``; lengths are checked here, once.
-
-    Attributes:
-        prompt_ids: P tokens the policy read, P >= 1.
-        completion_ids: C tokens as sampled.
-        sampled: C flags; False marks a token that is not trained (its other entries are never read).
-        advantages: C summed advantages.
-        old_logprobs: C log-probs as the engine reported them.
-        question: index of the question (group) within the update; mini-batches are made of questions.
-        trajectory: index of the trajectory within the update, unique over questions.
-        turn: index of the turn within its trajectory.
-        ref_logprobs: C log-probs under the reference policy, or None: the learner computes them.
-        memory_advantages: C advantages of a second clipped loss (two-loss variant), or None.
-        rewards: C rewards by token (PPO with a critic), or None.
-    """
-
-    prompt_ids: tuple[int, ...]
-    completion_ids: tuple[int, ...]
-    sampled: tuple[bool, ...]
-    advantages: tuple[float, ...]
-    old_logprobs: tuple[float, ...]
-    question: int
-    trajectory: int
-    turn: int
-    ref_logprobs: tuple[float, ...] | None = None
-    memory_advantages: tuple[float, ...] | None = None
-    rewards: tuple[float, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if not self.prompt_ids:
-            raise ValueError("a row needs at least one prompt token: the first token has no log-prob")
-        count = len(self.completion_ids)
-        for name in ("sampled", "advantages", "old_logprobs", "ref_logprobs", "memory_advantages", "rewards"):
-            field = getattr(self, name)
-            if field is not None and len(field) != count:
-                raise ValueError(
-                    f"row with {count} completion tokens has {len(field)} {name}; one a token is needed"
-                )
-
-    @property
-    def length(self) -> int:
-        """Tokens of prompt and completion."""
-        return len(self.prompt_ids) + len(self.completion_ids)
-
-    @property
-    def trained_tokens(self) -> int:
-        return sum(self.sampled)
-
-    @property
-    def has_signal(self) -> bool:
-        """Whether any trained token has an advantage other than 0."""
-        second = self.memory_advantages or (0.0,) * len(self.advantages)
-        return any(
-            sampled and (first != 0.0 or other != 0.0)
-            for sampled, first, other in zip(self.sampled, self.advantages, second, strict=True)
-        )
+__all__ = ["MicroBatch", "Row", "empty_micro_batch", "micro_batches", "shard"]
 
 
 @dataclass(frozen=True)
@@ -165,6 +109,40 @@ def micro_batches(
             batches.append(_padded(rows, sequences[start:end]))
             start = end
     return batches
+
+
+def empty_micro_batch() -> MicroBatch:
+    """A forward pass that trains nothing: what a rank without rows computes to take part in collectives."""
+    nothing = torch.zeros(0, dtype=torch.long)
+    return MicroBatch((), torch.zeros(1, 1, dtype=torch.long), None, None, sources=nothing, targets=nothing)
+
+
+def shard(rows: Sequence[Row], ranks: int) -> list[list[int]]:
+    """Share rows out over ranks: row indices of each, with about equal numbers of tokens.
+
+    Rows with one prompt stay together (they can share it), unless they are more than a rank's share.
+
+    Raises:
+        ValueError: fewer than one rank.
+    """
+    if ranks < 1:
+        raise ValueError(f"{ranks} ranks; at least 1 is needed")
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
+    for index, row in enumerate(rows):
+        by_prompt.setdefault(row.prompt_ids, []).append(index)
+    fair = sum(row.length for row in rows) / ranks
+    units: list[list[int]] = []
+    for members in by_prompt.values():
+        whole = sum(rows[index].length for index in members) <= fair
+        units += [members] if whole else [[index] for index in members]
+    weights = [sum(rows[index].length for index in unit) for unit in units]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for unit in sorted(range(len(units)), key=lambda number: (-weights[number], number)):
+        lightest = loads.index(min(loads))
+        shares[lightest] += units[unit]
+        loads[lightest] += weights[unit]
+    return shares
 
 
 @dataclass(frozen=True)
@@ -306,76 +284,3 @@ def _fill(rows: Sequence[Row], wanted: Sequence[int], token_budget: int) -> list
             bins.append([index])
             room.append(token_budget - length)
     return bins
-
-
-@dataclass(frozen=True)
-class FlatRows:
-    """The numbers of all trained tokens of some rows, as ``(N,)`` tensors in the rows' order.
-
-    Attributes:
-        offsets: where each row's tokens start; one more entry at the end, N.
-        row: row index of each token.
-        advantages, engine_logprobs: by token.
-        ref_logprobs, memory_advantages, rewards: by token, or None when no row has them.
-        trajectory_tokens: trained tokens of the trajectory each token belongs to, over all its turns.
-    """
-
-    offsets: tuple[int, ...]
-    row: Tensor
-    advantages: Tensor
-    engine_logprobs: Tensor
-    ref_logprobs: Tensor | None
-    memory_advantages: Tensor | None
-    rewards: Tensor | None
-    trajectory_tokens: Tensor
-
-    def index(self, rows: Sequence[int]) -> Tensor:
-        """Positions of the tokens of ``rows``, in that order."""
-        return torch.cat([torch.arange(self.offsets[row], self.offsets[row + 1]) for row in rows])
-
-
-def flatten(rows: Sequence[Row], dtype: torch.dtype = torch.float32) -> FlatRows:
-    """Gather the trained tokens' numbers of rows.
-
-    Raises:
-        ValueError: some rows have reference log-probs (or memory advantages) and others have not.
-    """
-    offsets = [0]
-    owners: list[int] = []
-    counts: dict[int, int] = {}
-    for index, row in enumerate(rows):
-        trained = row.trained_tokens
-        offsets.append(offsets[-1] + trained)
-        owners.extend([index] * trained)
-        counts[row.trajectory] = counts.get(row.trajectory, 0) + trained
-
-    def gather(name: str) -> Tensor | None:
-        fields = [getattr(row, name) for row in rows]
-        if all(field is None for field in fields):
-            return None
-        if any(field is None for field in fields):
-            raise ValueError(f"some rows have {name} and others have not: all or none is needed")
-        return torch.tensor(
-            [
-                value
-                for field, row in zip(fields, rows, strict=True)
-                for value, sampled in zip(field, row.sampled, strict=True)
-                if sampled
-            ],
-            dtype=dtype,
-        )
-
-    advantages, engine = gather("advantages"), gather("old_logprobs")
-    empty = torch.zeros(0, dtype=dtype)
-    return FlatRows(
-        offsets=tuple(offsets),
-        row=torch.tensor(owners, dtype=torch.long),
-        advantages=empty if advantages is None else advantages,
-        engine_logprobs=empty if engine is None else engine,
-        ref_logprobs=gather("ref_logprobs"),
-        memory_advantages=gather("memory_advantages"),
-        rewards=gather("rewards"),
-        trajectory_tokens=torch.tensor(
-            [counts[rows[owner].trajectory] for owner in owners], dtype=torch.long
-        ),
-    )

@@ -10,7 +10,7 @@ from typing import Protocol
 from agent.trajectory import Group, Trajectory, Turn
 from trainer.advantages import memory_advantages, memory_rewards, outcome_advantages, token_advantages
 from trainer.algorithm import AlgorithmConfig
-from trainer.packing import Row
+from trainer.row import Row
 
 
 class Score(Protocol):

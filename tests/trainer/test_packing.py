@@ -7,7 +7,8 @@ import torch
 
 from tests.trainer import toy
 from tests.trainer.toy import row
-from trainer.packing import Row, flatten, micro_batches
+from trainer.packing import micro_batches
+from trainer.row import Row, flatten
 
 # The toy vocabulary of pitfall 9: "ab" could be written as [a, b] or as [ab].
 A, B, AB = 0, 1, 2

@@ -186,10 +186,10 @@ def test_ppo_with_a_critic_in_float64(monkeypatch):
     value_steps: list[tuple[dict[str, torch.Tensor], torch.Tensor]] = []
     step = type(learner.critic).step
 
-    def record(critic: Any) -> bool:
+    def record(critic: Any, finite: bool) -> bool:
         weights = {name: p.detach().clone() for name, p in critic.named_parameters()}
         value_steps.append((weights, torch.cat([p.grad.flatten() for p in critic.parameters()])))
-        return step(critic)
+        return step(critic, finite)
 
     monkeypatch.setattr(type(learner.critic), "step", record)
     metrics = learner.update(rows)

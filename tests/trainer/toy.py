@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausa
 
 from agent.trajectory import Group, Trajectory, Turn
 from envs.tasks.task import Task
-from trainer.packing import Row
+from trainer.row import Row
 
 VOCABULARY = 23
 
