@@ -7,20 +7,34 @@ prompts trained too, small models continued their memory by copying the prompt's
 
 from __future__ import annotations
 
-import math
+import argparse
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import rich.progress
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from agent.engines.scripted import Habits
+from agent.models import save_model
 from agent.prompts import PromptBuilder
-from trainer.config import ColdStartConfig
-from trainer.teacher import Episode, Example, copying_example, rename, scoring_examples, turn_examples
+from agent.tiny import build_model, build_tokenizer
+from envs.errors import UserError
+from envs.tasks.factbook import build_world
+from trainer.config import ColdStartConfig, RunConfig, load_config
+from trainer.teacher import Episode, Example, copying_example, rename, scoring_examples, teach, turn_examples
 
 Progress = Callable[[int, int, float], None]
+"""Called after each step with its number, the number of steps and the loss."""
+
+SHIPPED = Path(__file__).parent / "assets" / "tiny-cold-start"
+"""The model that comes with the package."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +120,7 @@ def train(
         total = 0.0
         for batch in _by_length(rows):
             loss = _summed_loss(model, batch) / denominator
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -127,7 +141,8 @@ def _schedule(step: int, steps: int) -> float:
 
 def _optimizers(model: torch.nn.Module, config: ColdStartConfig) -> list[torch.optim.Optimizer]:
     """Muon on the hidden matrices, AdamW on embeddings, norms and biases."""
-    hidden, rest = [], []
+    hidden: list[torch.nn.Parameter] = []
+    rest: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
         matrix = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
         (hidden if matrix else rest).append(parameter)
@@ -139,7 +154,7 @@ def _optimizers(model: torch.nn.Module, config: ColdStartConfig) -> list[torch.o
     return [muon, adam]
 
 
-def _by_length(rows: Sequence[TokenRow], rows_per_batch: int = 24) -> Iterator[list[TokenRow]]:
+def _by_length(rows: Sequence[TokenRow], rows_per_batch: int = 48) -> Iterator[list[TokenRow]]:
     ordered = sorted(rows, key=lambda row: len(row.ids))
     for start in range(0, len(ordered), rows_per_batch):
         yield ordered[start : start + rows_per_batch]
@@ -158,6 +173,105 @@ def _summed_loss(model: torch.nn.Module, rows: Sequence[TokenRow]) -> Tensor:
     return functional.cross_entropy(logits, ids[:, 1:][at], reduction="sum")
 
 
-def perplexity(losses: Sequence[float], last: int = 50) -> float:
-    tail = losses[-last:]
-    return math.exp(sum(tail) / len(tail))
+def embedded_policy(config: RunConfig) -> tuple[Any, Any]:
+    """A tokenizer trained on the embedded corpus and a model with random weights, made in seconds."""
+    world = build_world("tiny")
+    corpus = [f"{passage.title} {passage.text}" for passage in world.passages]
+    # The grammar's own words must be whole pieces, too: the corpus hardly has them.
+    protocol = ["1) see none 2) unknown 3) Doc 1(Title: No documents found. Question: What is the"] * 50
+    questions = [task.question for task in world.train]
+    tokenizer = build_tokenizer([*corpus, *questions, *protocol], config.model.vocabulary, split_spaces=True)
+    model = build_model(
+        tokenizer,
+        hidden=config.model.hidden,
+        layers=config.model.layers,
+        heads=config.model.heads,
+        intermediate=2 * config.model.hidden,
+        context=1024,
+        seed=config.seed,
+    )
+    return model, tokenizer
+
+
+def corpus_words() -> list[str]:
+    """What names are replaced with: the words and numbers of the embedded corpus."""
+    text = " ".join(f"{passage.title} {passage.text}" for passage in build_world("tiny").passages)
+    return sorted(set(re.findall(r"[^\W\d_]{2,}|\d+", text)))
+
+
+def build(config: RunConfig, progress: Progress | None = None) -> tuple[Any, Any, dict[str, float]]:
+    """Teacher episodes, then a model that imitates them.
+
+    Returns:
+        Model, tokenizer and figures (share of right episodes, final loss in nats a token).
+    """
+    source, settings = config.environment[0], config.cold_start
+    model, tokenizer = embedded_policy(config)
+    episodes, kept = teach(
+        source.id,
+        source.kwargs,
+        Habits(**settings.habits.model_dump()),
+        settings.objectives,
+        settings.episodes,
+        config.model.call_style,
+        config.seed,
+    )
+    stream = ExampleStream(
+        episodes, corpus_words(), tokenizer, PromptBuilder(tokenizer), settings, config.seed
+    )
+    losses = train(model, stream, settings, progress)
+    tail = losses[-50:]
+    return model, tokenizer, {"right_share": kept, "loss": sum(tail) / len(tail)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.cold_start",
+        description="Rebuild the cold-start model that the recipe `tiny` starts from (about half an hour on one core).",
+    )
+    parser.add_argument("--recipe", default="tiny", help="recipe whose [cold_start] is built (default: tiny)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a value"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=SHIPPED, help="folder of the model (default: the package's own)"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        config = load_config(options.recipe, options.set)
+        torch.set_num_threads(config.threads or 1)
+        with _ProgressBar(config.cold_start.steps) as progress:
+            model, tokenizer, figures = build(config, progress)
+        save_model(model, tokenizer, options.out)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"saved {options.out}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
+    return 0
+
+
+class _ProgressBar:
+    """Loss and time left on one line."""
+
+    def __init__(self, steps: int) -> None:
+        self.bar = rich.progress.Progress(
+            *rich.progress.Progress.get_default_columns(),
+            rich.progress.TextColumn("loss {task.fields[loss]:.3f}"),
+        )
+        self.task = self.bar.add_task("cold start", total=steps, loss=float("nan"))
+
+    def __enter__(self) -> _ProgressBar:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def __call__(self, step: int, steps: int, loss: float) -> None:
+        self.bar.update(self.task, completed=step, loss=loss)
+        if not self.bar.console.is_terminal and step % 50 == 0:
+            print(f"cold start: step {step}/{steps}, loss {loss:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

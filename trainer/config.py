@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tomli_w
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from envs.errors import UserError, did_you_mean
@@ -33,7 +34,7 @@ class EnvironmentConfig(Section):
     """Registered id of the environment."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment (tasks, retriever, objectives, max_turns, ...)."""
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0)
     """Share of this environment in a mixture, relative to the others."""
 
 
@@ -52,28 +53,32 @@ class ModelConfig(Section):
     """Prompt style: `compact` has no system prompt (small models), `few-shot` shows two worked turns (base models)."""
     call_style: Literal["tool_call", "search"] = "tool_call"
     """How the prompt's examples and the expert write a search."""
-    hidden: int = Field(128, ge=8)
+    hidden: int = Field(default=128, ge=8)
     """Width of the model made on the spot."""
-    layers: int = Field(4, ge=1)
+    layers: int = Field(default=4, ge=1)
     """Depth of the model made on the spot."""
-    heads: int = Field(4, ge=1)
+    heads: int = Field(default=4, ge=1)
     """Attention heads of the model made on the spot."""
-    vocabulary: int = Field(2048, ge=300)
+    vocabulary: int = Field(default=2048, ge=300)
     """Pieces of the tokenizer trained on the corpus for the model made on the spot."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
 
 
 class HabitConfig(Section):
     """How imperfectly the scripted teacher plays: probabilities, see `agent.engines.scripted.Habits`."""
 
-    careful: float = Field(0.0, ge=0, le=1)
+    careful: float = Field(default=0.0, ge=0, le=1)
     """Share of episodes played without any bad habit."""
-    forget: float = Field(0.0, ge=0, le=1)
+    forget: float = Field(default=0.0, ge=0, le=1)
     """A remembered item is dropped when the memory is rewritten."""
-    skip: float = Field(0.0, ge=0, le=1)
+    skip: float = Field(default=0.0, ge=0, le=1)
     """An objective is answered by heart, without a search."""
-    hoard: float = Field(0.0, ge=0, le=1)
+    hoard: float = Field(default=0.0, ge=0, le=1)
     """A whole passage is kept instead of the answer."""
-    repeat: float = Field(0.0, ge=0, le=1)
+    repeat: float = Field(default=0.0, ge=0, le=1)
     """A search is done twice."""
 
 
@@ -86,46 +91,46 @@ class ColdStartConfig(Section):
     """Share of episodes by number of objectives."""
     habits: HabitConfig = HabitConfig()
     """The teacher's habits."""
-    episodes: int = Field(6000, ge=1)
+    episodes: int = Field(default=6000, ge=1)
     """Teacher episodes played; only right ones are kept."""
-    steps: int = Field(2000, ge=1)
+    steps: int = Field(default=2000, ge=1)
     """Optimizer steps."""
-    tokens_per_step: int = Field(8192, ge=256)
+    tokens_per_step: int = Field(default=8192, ge=256)
     """Tokens of a batch, prompts included."""
-    muon_lr: float = Field(0.02, gt=0)
+    muon_lr: float = Field(default=0.02, gt=0)
     """Peak learning rate of Muon on the hidden matrices."""
-    adam_lr: float = Field(3e-3, gt=0)
+    adam_lr: float = Field(default=3e-3, gt=0)
     """Peak learning rate of AdamW on embeddings and norms."""
-    copying: float = Field(0.33, ge=0, le=1)
+    copying: float = Field(default=0.33, ge=0, le=1)
     """Share of key-value copying sequences in the batches of the first `copying_until` of the steps."""
-    copying_until: float = Field(0.5, ge=0, le=1)
+    copying_until: float = Field(default=0.5, ge=0, le=1)
     """Part of training that sees copying sequences."""
-    renamed: float = Field(0.5, ge=0, le=1)
+    renamed: float = Field(default=0.5, ge=0, le=1)
     """Share of episodes whose names are replaced by random words, so that copying is learnt and not the names."""
-    scoring: float = Field(0.15, ge=0, le=1)
+    scoring: float = Field(default=0.15, ge=0, le=1)
     """Share of rows that answer from a bare memory or a whole transcript: the contexts of P_mem and P_full."""
 
 
 class RolloutConfig(Section):
     """How episodes are sampled for training."""
 
-    questions_per_step: int = Field(16, ge=1)
+    questions_per_step: int = Field(default=16, ge=1)
     """Groups drawn per step."""
-    group_size: int = Field(16, ge=1)
+    group_size: int = Field(default=16, ge=1)
     """Rollouts of one question (N)."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
     """The only knob of sampling: top-p and top-k would change the distribution behind the trainer's back."""
-    max_new_tokens: int = Field(128, ge=1)
+    max_new_tokens: int = Field(default=128, ge=1)
     """Tokens of one turn."""
-    max_prompt_tokens: int | None = Field(None, ge=16)
+    max_prompt_tokens: int | None = Field(default=None, ge=16)
     """Prompts are shortened to this; None: the model's window less `max_new_tokens`."""
     engine: Literal["local", "sglang"] = "local"
     """Where tokens come from."""
-    max_batch: int = Field(512, ge=1)
+    max_batch: int = Field(default=512, ge=1)
     """Requests the local engine decodes at once."""
-    retries: int = Field(2, ge=0)
+    retries: int = Field(default=2, ge=0)
     """Fresh attempts of an episode after an infrastructure error, before its whole group is dropped."""
-    max_redraws: int = Field(4, ge=0)
+    max_redraws: int = Field(default=4, ge=0)
     """With `algorithm.drop_groups_without_signal`: further draws of questions to fill a step."""
 
 
@@ -136,11 +141,11 @@ class EvaluationConfig(Section):
     """Held-out episodes are asked with these numbers of objectives; empty for other environments."""
     tasks: str = ""
     """Held-out task source; empty: no final evaluation."""
-    questions: int = Field(300, ge=0)
+    questions: int = Field(default=300, ge=0)
     """Episodes for each number of objectives in the final table."""
-    every: int = Field(0, ge=0)
+    every: int = Field(default=0, ge=0)
     """Validation every n steps; 0: none between start and end."""
-    validation_questions: int = Field(64, ge=1)
+    validation_questions: int = Field(default=64, ge=1)
     """Episodes of a validation; they are not among those of the final table."""
     interventions: bool = True
     """Also evaluate the trained model with blanked and swapped memories (does it use its memory?)."""
@@ -149,13 +154,13 @@ class EvaluationConfig(Section):
 class OutputConfig(Section):
     """What a run leaves on the disk."""
 
-    checkpoint_every: int = Field(10, ge=1)
+    checkpoint_every: int = Field(default=10, ge=1)
     """Steps between checkpoints; the last step always has one."""
-    keep: int = Field(2, ge=1)
+    keep: int = Field(default=2, ge=1)
     """Checkpoints kept beside the best one."""
-    dump_every: int = Field(5, ge=1)
+    dump_every: int = Field(default=5, ge=1)
     """Steps between episode dumps; the first and the last step always have one."""
-    dump_groups: int = Field(4, ge=1)
+    dump_groups: int = Field(default=4, ge=1)
     """Groups of a step that are written in readable form."""
     dump_rollouts: bool = False
     """Also keep every rollout of every step as JSONL, so that updates can be replayed."""
@@ -168,13 +173,13 @@ class RunConfig(Section):
 
     recipe: str = "tiny"
     """Name of the recipe this came from."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     """Decides everything that is drawn."""
-    threads: int = Field(0, ge=0)
+    threads: int = Field(default=0, ge=0)
     """Torch threads; 0: as many as the machine has cores. Bits repeat for the same number only."""
-    steps: int = Field(30, ge=1)
+    steps: int = Field(default=30, ge=1)
     """Training steps."""
-    environment: tuple[EnvironmentConfig, ...] = Field((EnvironmentConfig(),), min_length=1)
+    environment: tuple[EnvironmentConfig, ...] = Field(default=(EnvironmentConfig(),), min_length=1)
     """Training environments."""
     model: ModelConfig = ModelConfig()
     cold_start: ColdStartConfig = ColdStartConfig()
@@ -187,7 +192,9 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _one_source_of_weights(self) -> RunConfig:
         if self.cold_start.source == "none" and not self.model.path:
-            raise ValueError("model.path is empty and cold_start.source is 'none': name a model folder or a cold start")
+            raise ValueError(
+                "model.path is empty and cold_start.source is 'none': name a model folder or a cold start"
+            )
         if self.rollout.temperature != self.learner.temperature:
             raise ValueError(
                 f"rollout.temperature is {self.rollout.temperature} but learner.temperature is "
@@ -199,7 +206,9 @@ class RunConfig(Section):
 def recipe_names() -> list[str]:
     """Recipes that come with the package."""
     folder = resources.files("trainer") / "recipes"
-    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return sorted(
+        entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")
+    )
 
 
 def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -233,11 +242,15 @@ def _read_recipe(recipe: str) -> dict[str, Any]:
             raise UserError(f"recipe file {recipe} does not exist")
         text, stem = path.read_text(encoding="utf-8"), path.stem
     elif recipe in recipe_names():
-        text, stem = (resources.files("trainer") / "recipes" / f"{recipe}.toml").read_text(encoding="utf-8"), recipe
+        text, stem = (
+            (resources.files("trainer") / "recipes" / f"{recipe}.toml").read_text(encoding="utf-8"),
+            recipe,
+        )
     else:
         names = recipe_names()
         raise UserError(
-            f"unknown recipe {recipe!r}{did_you_mean(recipe, names)} (recipes: {', '.join(names)}; or a path to a .toml file)"
+            f"unknown recipe {recipe!r}{did_you_mean(recipe, names)} "
+            f"(recipes: {', '.join(names)}; or a path to a .toml file)"
         )
     try:
         data = tomllib.loads(text)
@@ -287,7 +300,9 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
 
 def _entry(table: list[Any], part: str, override: str) -> Any:
     if not part.isdigit() or int(part) >= len(table):
-        raise UserError(f"--set {override!r}: environment is a list of {len(table)}: write environment.0.key=value")
+        raise UserError(
+            f"--set {override!r}: environment is a list of {len(table)}: write environment.0.key=value"
+        )
     return table[int(part)]
 
 
@@ -310,6 +325,8 @@ def _known_keys(section: Sequence[int | str]) -> list[str]:
         if isinstance(part, int):
             continue
         annotation = model.model_fields[part].annotation
-        arguments = [a for a in getattr(annotation, "__args__", ()) if isinstance(a, type) and issubclass(a, BaseModel)]
+        arguments = [
+            a for a in getattr(annotation, "__args__", ()) if isinstance(a, type) and issubclass(a, BaseModel)
+        ]
         model = arguments[0] if arguments else annotation
     return sorted(model.model_fields)

@@ -9,17 +9,15 @@ without knowing the answers by heart fails, and that is what reinforcement learn
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 import envs
-from agent.engines.scripted import Expert, Habits, play
-from agent.memory_score import memory_context, transcript_context
-
-Encode = Callable[[str], Sequence[int]]
+from agent.engines.scripted import CallStyle, Expert, Habits, Record, play
+from agent.memory_score import memory_context, step_text, transcript_context
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ def teach(
     habits: Habits,
     objectives: Mapping[str, float],
     episodes: int,
-    call_style: str,
+    call_style: CallStyle,
     seed: int,
 ) -> tuple[list[Episode], float]:
     """Play the teacher and keep its right episodes.
@@ -70,15 +68,18 @@ def teach(
     kept: list[Episode] = []
     for _ in range(episodes):
         env = players[int(rng.choice(counts, p=weights / weights.sum()))]
-        env.reset(seed=int(rng.integers(2**31)))
-        task = env.unwrapped.task
-        record = play(env, Expert(task, rng, habits, call_style=call_style), task=task)
+        record = play(
+            env,
+            lambda task: Expert(task, rng, habits, call_style=call_style),
+            seed=int(rng.integers(2**31)),
+        )
         if record.scores.get("reward", 0.0) >= 1.0:
-            kept.append(_episode(task, record))
+            kept.append(_episode(record))
     return kept, len(kept) / episodes
 
 
-def _episode(task: Any, record: Any) -> Episode:
+def _episode(record: Record) -> Episode:
+    task = record.task
     chains = task.metadata.get("chains") or [task.metadata["chain"]]
     names = {hop["answer"] for chain in chains for hop in chain} | {
         hop["title"] for chain in chains for hop in chain if hop.get("title")
@@ -132,16 +133,22 @@ def scoring_examples(episode: Episode, rng: np.random.Generator) -> list[Example
     last = len(episode.turns)
     cut = int(rng.integers(1, last + 1))
     steps = [
-        f"{said}\n{information}"
-        for (_, said), information in zip(episode.turns[: cut - 1], episode.information[: cut - 1], strict=True)
+        step_text(said, information)
+        for (_, said), information in zip(
+            episode.turns[: cut - 1], episode.information[: cut - 1], strict=True
+        )
     ]
     examples = [
-        Example(transcript_context(episode.question, steps), f"{episode.gold_answer}</answer>", prefix="<answer>")
+        Example(
+            transcript_context(episode.question, steps), f"{episode.gold_answer}</answer>", prefix="<answer>"
+        )
     ]
     memory = episode.memories[int(rng.integers(1, last + 1)) - 1]
     if memory is not None:
         examples.append(
-            Example(memory_context(episode.question, memory), f"{episode.gold_answer}</answer>", prefix="<answer>")
+            Example(
+                memory_context(episode.question, memory), f"{episode.gold_answer}</answer>", prefix="<answer>"
+            )
         )
     return examples
 
@@ -153,8 +160,11 @@ def copying_example(words: Sequence[str], rng: np.random.Generator) -> Example:
     """
     count = int(rng.integers(2, 9))
     values = [
-        " ".join(words[int(i)] for i in rng.integers(len(words), size=int(rng.integers(1, 4)))) for _ in range(count)
+        " ".join(words[int(i)] for i in rng.integers(len(words), size=int(rng.integers(1, 4))))
+        for _ in range(count)
     ]
     items = [f"{number}) {value}" for number, value in enumerate(values, 1)]
     start = int(rng.integers(count))
-    return Example(f"{' '.join(items)}\n{start + 1})", " ".join(items[start:]).removeprefix(f"{start + 1})") + "</mem>")
+    return Example(
+        f"{' '.join(items)}\n{start + 1})", " ".join(items[start:]).removeprefix(f"{start + 1})") + "</mem>"
+    )

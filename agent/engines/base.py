@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -63,6 +63,14 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class TrainableEngine(Engine, Protocol):
+    """An engine that takes over new weights between two steps."""
+
+    def load_weights(self, source: Any, version: int) -> None:
+        """Serve ``source``'s weights (a module or its state dict) as ``version`` from now on."""
+        ...
 
 
 def check_request(request: GenerationRequest, vocab_size: int, max_context: int) -> None:

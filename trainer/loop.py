@@ -1,0 +1,161 @@
+"""The whole training loop on one page.
+
+One step: draw questions, roll out a group of episodes for each, score the memories with the weights that wrote
+them, turn rewards and scores into one advantage per token, update, hand the new weights to the engine. Everything
+else (evaluation before and after, the run folder, the command line) stands around it in `trainer.run`.
+
+Left out on purpose: overlap of generation and update (an episode is always scored and trained with the weights that
+sampled it), and any state that is not a function of the seed, the step and the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from agent.engines.base import TrainableEngine
+from agent.memory_score import MemoryScore, MemoryScorer
+from agent.prompts import PromptBuilder
+from agent.rollout import RolloutReport, Sampling, collect_groups
+from agent.trajectory import Group
+from trainer.checkpoint import CheckpointStore, rng_state
+from trainer.config import RunConfig
+from trainer.learner import Learner
+from trainer.monitor import Monitor
+from trainer.packing import Row
+from trainer.questions import Draw, Questions
+from trainer.rollout_metrics import memory_metrics, rollout_metrics
+from trainer.rows import GroupAdvantages, rows_from_groups
+from trainer.validation import Validation
+
+Scores = list[list[list[MemoryScore]]]
+
+
+@dataclass
+class Run:
+    """What a training run is made of."""
+
+    config: RunConfig
+    questions: Questions
+    engine: TrainableEngine
+    prompts: PromptBuilder
+    scorer: MemoryScorer
+    learner: Learner
+    monitor: Monitor
+    checkpoints: CheckpointStore
+    validation: Validation
+    steps_done: int = 0
+
+
+@dataclass
+class Experience:
+    """The episodes of one step with everything that is learnt from them."""
+
+    groups: list[Group] = field(default_factory=list)
+    scores: Scores = field(default_factory=list)
+    advantages: list[GroupAdvantages] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+def train(run: Run) -> None:
+    """Train from ``run.steps_done`` to the last step; a checkpoint holds what is needed to go on from there."""
+    with run.monitor:
+        for step in range(run.steps_done + 1, run.config.steps + 1):
+            experience = gather(run, step)
+            with run.monitor.phase("update"):
+                update = run.learner.update(experience.rows) if experience.rows else {}
+                run.engine.load_weights(run.learner.model, step)
+            run.steps_done = step
+            with run.monitor.phase("validate"):
+                validation = run.validation.after(step, run.engine)
+            with run.monitor.phase("save"):
+                record(run, step, experience, {**update, **validation})
+                save(run, step, validation.get("validation/f1"))
+
+
+def gather(run: Run, step: int) -> Experience:
+    """Roll out a step's questions; groups without signal are replaced by others where the algorithm drops them."""
+    config, experience = run.config, Experience()
+    redraws = config.rollout.max_redraws if config.algorithm.drop_groups_without_signal else 0
+    for attempt in range(redraws + 1):
+        missing = config.rollout.questions_per_step - len(experience.groups)
+        if missing == 0:
+            break
+        with run.monitor.phase("rollout"):
+            groups = roll_out(run, run.questions.draw(step, missing, attempt), step, experience.dropped)
+        with run.monitor.phase("score memories"):
+            scores = run.scorer.score(run.learner.model, groups) if config.algorithm.alpha > 0 else None
+        _, report = rows_from_groups(groups, scores, config.algorithm)
+        experience.dropped.update(report.dropped)
+        experience.groups += [groups[index] for index in report.kept]
+        experience.scores += [scores[index] for index in report.kept] if scores else []
+    experience.rows, report = rows_from_groups(
+        experience.groups, experience.scores if config.algorithm.alpha > 0 else None, config.algorithm
+    )
+    experience.advantages = report.advantages
+    return experience
+
+
+def roll_out(run: Run, draws: Sequence[Draw], step: int, dropped: Counter[str]) -> list[Group]:
+    """One group of episodes for each question; a group whose machinery failed is left out and counted."""
+    settings = run.config.rollout
+
+    async def play() -> list[tuple[list[Group], RolloutReport]]:
+        return await asyncio.gather(
+            *(
+                collect_groups(
+                    [draw.task for draw in draws if draw.environment == index],
+                    partial(run.questions.environment, index),
+                    run.engine,
+                    run.prompts,
+                    samples=settings.group_size,
+                    sampling=Sampling(settings.temperature, settings.max_new_tokens),
+                    run_seed=run.config.seed,
+                    step=step,
+                    retries=settings.retries,
+                )
+                for index in sorted({draw.environment for draw in draws})
+            )
+        )
+
+    played = asyncio.run(play())
+    for _, report in played:
+        dropped.update(report.dropped)
+    return [group for groups, _ in played for group in groups]
+
+
+def record(run: Run, step: int, experience: Experience, update: dict[str, float]) -> None:
+    """Metrics of the step, and now and then its episodes for a person to read."""
+    config, monitor = run.config, run.monitor
+    memory = [advantages.memory for advantages in experience.advantages]
+    metrics = {
+        **rollout_metrics(experience.groups),
+        **(memory_metrics(experience.scores, memory) if experience.scores else {}),
+        **{f"dropped/{cause}": float(count) for cause, count in sorted(experience.dropped.items())},
+        **{key if "/" in key else f"update/{key}": value for key, value in update.items()},
+    }
+    scores = experience.scores or None
+    if experience.groups and step in {1, config.steps, *range(0, config.steps, config.output.dump_every)}:
+        outcome = [advantages.outcome for advantages in experience.advantages]
+        monitor.episodes(step, experience.groups, scores, outcome, memory, config.output.dump_groups)
+    if config.output.dump_rollouts:
+        monitor.rollouts(step, experience.groups, scores)
+    tokens = sum(t.total_tokens for group in experience.groups for t in group.trajectories)
+    monitor.step(step, metrics, tokens)
+
+
+def save(run: Run, step: int, score: float | None) -> None:
+    """A checkpoint when one is due."""
+    output = run.config.output
+    if step == run.config.steps or step % output.checkpoint_every == 0:
+        run.checkpoints.save(
+            step,
+            {"learner": run.learner.state_dict(), "rng": rng_state()},
+            config=run.config.model_dump(mode="json"),
+            data_fingerprint=run.questions.fingerprint(),
+            score=score,
+        )
