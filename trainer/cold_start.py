@@ -86,10 +86,13 @@ class ExampleStream:
         if self.rng.random() < copying:
             return [copying_example(self.words, self.rng) for _ in range(4)]
         episode = self.episodes[int(self.rng.integers(len(self.episodes)))]
-        if self.rng.random() < self.config.renamed:
-            episode = rename(episode, self.words, self.rng)
+        last = len(episode.turns)
+        turn = int(self.rng.integers(1, last + 1))
+        # What the teacher answers by heart cannot be known of things that do not exist: learning it is noise.
+        if episode.remembered and self.rng.random() < self.config.renamed:
+            episode, turn = rename(episode, self.words, self.rng), last
         if self.rng.random() < self.config.scoring:
-            return scoring_examples(episode, self.rng)
+            return scoring_examples(episode, turn)
         return turn_examples(episode)
 
     def _row(self, example: Example) -> TokenRow:

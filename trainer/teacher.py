@@ -31,6 +31,12 @@ class Episode:
     memories: tuple[str | None, ...]
     names: tuple[str, ...]
 
+    @property
+    def remembered(self) -> bool:
+        """Whether the last memory holds every answer, so that nothing was answered by heart."""
+        memory = self.memories[-1] or ""
+        return all(answer in memory for answer in self.gold_answer.split("; "))
+
 
 @dataclass(frozen=True)
 class Example:
@@ -124,33 +130,26 @@ def turn_examples(episode: Episode) -> list[Example]:
     return [Example(seen, said) for seen, said in episode.turns]
 
 
-def scoring_examples(episode: Episode, rng: np.random.Generator) -> list[Example]:
-    """The two contexts in which memories are scored: answer from a bare memory, and from the whole transcript.
+def scoring_examples(episode: Episode, turn: int) -> list[Example]:
+    """The two contexts in which a turn's memory is scored: answer from it alone, and from the transcript so far.
 
-    Without them a small model's P_mem and P_full are noise. The transcript is cut at a random turn, since P_full
-    is asked for at every turn.
+    Without them a small model's P_mem and P_full are noise.
+
+    Args:
+        turn: counted from 1.
     """
-    last = len(episode.turns)
-    cut = int(rng.integers(1, last + 1))
+    answer = f"{episode.gold_answer}</answer>"
     steps = [
         step_text(said, information)
         for (_, said), information in zip(
-            episode.turns[: cut - 1], episode.information[: cut - 1], strict=True
+            episode.turns[: turn - 1], episode.information[: turn - 1], strict=True
         )
     ]
-    examples = [
-        Example(
-            transcript_context(episode.question, steps), f"{episode.gold_answer}</answer>", prefix="<answer>"
-        )
-    ]
-    memory = episode.memories[int(rng.integers(1, last + 1)) - 1]
+    contexts = [transcript_context(episode.question, steps)]
+    memory = episode.memories[turn - 1]
     if memory is not None:
-        examples.append(
-            Example(
-                memory_context(episode.question, memory), f"{episode.gold_answer}</answer>", prefix="<answer>"
-            )
-        )
-    return examples
+        contexts.append(memory_context(episode.question, memory))
+    return [Example(context, answer, prefix="<answer>") for context in contexts]
 
 
 def copying_example(words: Sequence[str], rng: np.random.Generator) -> Example:

@@ -1,0 +1,131 @@
+"""Recipes: every one loads, what is written reads back equal, and a mistake is one clear line with exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from envs.errors import UserError
+from trainer import run
+from trainer.config import load_config, recipe_names, write_config
+
+EVERY_MODEL = ["model.path=some/model"]
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_reads_back_equal_from_its_resolved_form(name: str, tmp_path: Path) -> None:
+    config = load_config(name, EVERY_MODEL)
+    write_config(config, tmp_path / "config.toml")
+    assert load_config(str(tmp_path / "config.toml")) == config
+
+
+def test_recipes_reach_their_algorithms() -> None:
+    expected = {
+        "tiny": dict(alpha=1.0, memory_baseline="full", memory_pool="group"),
+        "grpo": dict(alpha=0.0),
+        "dr-grpo": dict(alpha=0.0, outcome_scale="none"),
+        "dapo": dict(alpha=0.0, drop_groups_without_signal=True),
+        "gspo": dict(alpha=0.0),
+        "rloo": dict(outcome_baseline="leave_one_out", outcome_scale="none"),
+        "mempo-none": dict(memory_baseline="none", alpha=1.0),
+        "mempo-previous": dict(memory_baseline="previous", alpha=1.0),
+        "mempo-turn": dict(memory_pool="turn", alpha=1.0),
+        "two-loss": dict(separate_memory_loss=True),
+        "ppo": dict(advantage="critic"),
+        "qwen2.5-7b-mempo": dict(alpha=1.0, memory_pool="group", memory_baseline="full"),
+    }
+    for name, settings in expected.items():
+        algorithm = load_config(name, EVERY_MODEL).algorithm
+        assert {key: getattr(algorithm, key) for key in settings} == settings, name
+    paper = load_config("qwen2.5-7b-mempo", EVERY_MODEL)
+    assert paper.learner.optimizer.lr == 1e-6 and paper.learner.aggregation == "trajectory"
+    assert (paper.rollout.questions_per_step, paper.rollout.group_size, paper.learner.epochs) == (128, 16, 1)
+    assert load_config("gspo").learner.ratio == "sequence"
+    assert load_config("dapo").learner.clip_high == 0.28 and load_config("dapo").learner.kl_coef == 0.0
+
+
+def test_overrides_are_typed_and_reach_nested_values() -> None:
+    config = load_config(
+        "tiny",
+        [
+            "learner.optimizer.lr=1e-3",
+            "environment.0.kwargs.topk=2",
+            "model.prompt=paper",
+            "rollout.group_size=4",
+        ],
+    )
+    assert config.learner.optimizer.lr == 1e-3
+    assert config.environment[0].kwargs["topk"] == 2
+    assert config.environment[0].kwargs["tasks"] == "factbook-tiny:train"
+    assert config.model.prompt == "paper" and config.rollout.group_size == 4
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "said"),
+    [
+        ("tinny", [], "did you mean 'tiny'"),
+        ("no/such/file.toml", [], "does not exist"),
+        ("tiny", ["learner.clip_lo=0.1"], "did you mean 'clip_low'"),
+        ("tiny", ["modle.path=x"], "did you mean 'model'"),
+        ("tiny", ["rollout.group_size=0"], "rollout.group_size"),
+        ("tiny", ["rollout.top_p=0.9"], "unknown key 'rollout.top_p'"),
+        ("tiny", ["learner.temperature=0.5"], "divide by what the sampler divided by"),
+        ("tiny", ["cold_start.source=none"], "model.path is empty"),
+        ("tiny", ["nonsense"], "section.key=value"),
+        ("tiny", ["environment.3.id=x"], "environment is a list of 1"),
+    ],
+)
+def test_a_mistake_is_named(recipe: str, overrides: list[str], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(recipe, overrides)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_broken_toml_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text("steps = = 3")
+    with pytest.raises(UserError, match="not valid TOML"):
+        load_config(str(tmp_path / "bad.toml"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["tinny"],
+        ["tiny", "--set", "rolout.group_size=4"],
+        ["gemma3-270m", "--model", "no/such/folder", "--data", "no-such.jsonl", "--corpus", "no-such.jsonl"],
+        ["tiny", "--resume", "no/such/run"],
+    ],
+)
+def test_the_command_says_what_is_wrong_in_one_line_and_exits_with_2(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extra = [] if "--resume" in arguments else ["--out", str(tmp_path / "run")]
+    assert run.main([*arguments, *extra]) == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len([line for line in error if line.startswith("error: ")]) == 1
+    assert not any("Traceback" in line for line in error)
+
+
+def test_missing_data_and_a_malformed_row_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"id": "1", "contents": "Title\\ntext"}\n')
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"id": "1", "question": "q?", "golden_answers": ["a"]}\n{"id": "2", "question": 7}\n')
+    files = ["--data", str(data), "--corpus", str(corpus)]
+    overrides = ["--set", 'environment.0.id="mempo/SearchQA-v0"', "--set", "evaluation.objectives=[]"]
+    assert (
+        run.main(["gemma3-270m", "--model", str(tmp_path), *files, *overrides, "--out", str(tmp_path / "a")])
+        == 2
+    )
+    assert str(tmp_path) in capsys.readouterr().err  # a folder without a model
+    shipped = ["--set", "cold_start.source=shipped", "--set", "model.prompt=compact"]
+    assert run.main(["gemma3-270m", *shipped, *files, *overrides, "--out", str(tmp_path / "b")]) == 2
+    said = capsys.readouterr().err
+    assert f"{data}" in said and "line 2" in said.replace(":2", " line 2")
+    data.unlink()
+    assert run.main(["gemma3-270m", *shipped, *files, *overrides, "--out", str(tmp_path / "c")]) == 2
+    assert str(data) in capsys.readouterr().err

@@ -1,0 +1,136 @@
+"""Whole runs from the shipped cold start: repeatable to the bit, resumable to the bit, and they leave what they say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from envs.errors import UserError
+from trainer import run
+from trainer.config import RunConfig, load_config
+
+SMALL = [
+    "threads=1",
+    "rollout.questions_per_step=3",
+    "rollout.group_size=4",
+    "evaluation.questions=4",
+    "evaluation.objectives=[2]",
+    "output.checkpoint_every=1",
+    "output.keep=5",
+    "output.dump_rollouts=true",
+    "learner.optimizer.warmup_steps=1",
+    "learner.optimizer.lr=1e-3",
+]
+
+
+def small(*overrides: str, recipe: str = "tiny") -> RunConfig:
+    return load_config(recipe, [*SMALL, *overrides])
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    a, b = weights(one), weights(other)
+    return a.keys() == b.keys() and all(a[key].equal(b[key]) for key in a)
+
+
+@pytest.fixture(scope="module")
+def four_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "four"
+    run.run_folder(small("steps=4"), folder)
+    return folder
+
+
+def test_the_same_seed_gives_the_same_run_to_the_bit(four_steps: Path, tmp_path: Path) -> None:
+    run.run_folder(small("steps=4"), tmp_path / "again")
+    for name in ("metrics.jsonl", "rollouts/step-0004.jsonl", "episodes/step-0001.md"):
+        assert (tmp_path / "again" / name).read_bytes() == (four_steps / name).read_bytes(), name
+    assert same_weights(four_steps, tmp_path / "again")
+    first, second = (json.loads((f / "summary.json").read_text()) for f in (four_steps, tmp_path / "again"))
+    assert {**first, "seconds": 0} == {**second, "seconds": 0}
+
+
+def test_it_learns_from_advantages_of_both_signs_and_the_weights_move(four_steps: Path) -> None:
+    rows = [json.loads(line) for line in (four_steps / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert any(row["reward/std_within_groups"] > 0 for row in rows)
+    assert all(0 < row["memory/positive_share"] < 1 and 0 < row["memory/negative_share"] < 1 for row in rows)
+    moved = {**weights(four_steps)}
+    start = load_file(four_steps / "cold_start" / "model.safetensors")
+    assert all(not moved[key].equal(start[key]) for key in start)
+
+
+def test_another_seed_gives_another_run(four_steps: Path, tmp_path: Path) -> None:
+    run.run_folder(small("steps=1", "seed=1"), tmp_path / "other")
+    first = (four_steps / "metrics.jsonl").read_text().splitlines()[0]
+    assert (tmp_path / "other" / "metrics.jsonl").read_text().splitlines()[0] != first
+
+
+def test_two_steps_and_a_resume_equal_four_steps(four_steps: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "resumed"
+    run.run_folder(small("steps=4"), folder)
+    # What a kill after the second step leaves: no later checkpoint, half a line of metrics, no result.
+    for name in ("step-000003", "step-000004"):
+        shutil.rmtree(folder / "checkpoints" / name)
+    (folder / "checkpoints" / "latest").unlink()
+    shutil.rmtree(folder / "model")
+    (folder / "summary.json").unlink()
+    whole = (folder / "metrics.jsonl").read_text()
+    lines = whole.splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:3]) + lines[3][:40])
+
+    assert run.main(["--resume", str(folder)]) == 0
+    assert (folder / "metrics.jsonl").read_text() == whole
+    assert same_weights(four_steps, folder)
+    first, second = (json.loads((f / "summary.json").read_text()) for f in (four_steps, folder))
+    assert {**first, "seconds": 0} == {**second, "seconds": 0}
+
+
+def test_a_resume_with_other_data_is_refused(four_steps: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "changed"
+    shutil.copytree(four_steps, folder)
+    text = (folder / "config.toml").read_text().replace("factbook-tiny:train", "factbook-tiny:heldout", 1)
+    (folder / "config.toml").write_text(text)
+    with pytest.raises(UserError, match="other data"):
+        run.run_folder(load_config(str(folder / "config.toml")), folder, resumed=True)
+
+
+def test_a_run_leaves_what_it_says(four_steps: Path) -> None:
+    summary = json.loads((four_steps / "summary.json").read_text())
+    for policy in ("cold_start", "trained"):
+        assert set(summary[policy]) == {"2"}
+        for key in ("em", "f1", "greedy_f1", "total_tokens", "peak_tokens"):
+            assert isinstance(summary[policy]["2"][key], float), key
+    assert summary["seconds"]["total"] >= summary["seconds"]["train"] > 0
+    assert (four_steps / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert (four_steps.parent / "latest").read_text().strip() in {"four", "latest"}
+    text = (four_steps / "episodes" / "step-0001.md").read_text()
+    assert "<mem>" in text or "memory" in text
+
+
+def test_the_final_table_and_the_first_policy_come_from_the_same_questions(four_steps: Path) -> None:
+    summary = json.loads((four_steps / "summary.json").read_text())
+    assert summary["cold_start"]["2"]["questions"] == summary["trained"]["2"]["questions"] == 4
+
+
+@pytest.mark.parametrize(
+    "recipe", ["grpo", "dr-grpo", "dapo", "gspo", "rloo", "mempo-previous", "mempo-turn", "two-loss", "ppo"]
+)
+def test_every_recipe_trains_a_step(recipe: str, tmp_path: Path) -> None:
+    run.run_folder(small("steps=1", "evaluation.tasks=''", recipe=recipe), tmp_path / recipe)
+    start = load_file(tmp_path / recipe / "cold_start" / "model.safetensors")
+    assert any(not value.equal(start[key]) for key, value in weights(tmp_path / recipe).items())
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(
+    four_steps: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.main(["tiny", "--out", str(four_steps)]) == 2
+    assert "--resume" in capsys.readouterr().err
