@@ -142,7 +142,8 @@ def index_on_disk(count: int, folder: Path) -> None:
     median, slow = np.percentile(times, [50, 95]) * 1e3
     print(
         f"BM25 on disk, {count:,} passages of 100 words: built in {built:.0f} s ({work:.0f} s of one core, "
-        f"peak {peak:.1f} GiB), {size:,.0f} MiB, opened in {opened:.2f} s, a query of 8 words {median:.1f} ms (95 %: {slow:.1f} ms)"
+        f"peak {peak:.1f} GiB), {size:,.0f} MiB, opened in {opened:.2f} s, "
+        f"a query of 8 words {median:.1f} ms (95 %: {slow:.1f} ms)"
     )
 
 
