@@ -1,0 +1,176 @@
+"""Who is evaluated: a model in this process, or a scripted player, ready to make a player for each benchmark."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from agent.engines.base import Engine
+from agent.engines.local import LocalEngine
+from agent.engines.scripted import Expert, Habits, RandomPlayer
+from agent.models import LoadedModel, load_model
+from agent.prompts import PromptBuilder, system_prompt
+from agent.rollout import Sampling
+from agent.seeds import derive
+from envs.errors import UserError, did_you_mean
+from envs.registry import make
+from eval.players import EnginePlayer, TextPlayer
+from eval.runner import Player
+
+_OF_THE_BENCHMARK = ("tasks", "retriever", "objectives", "reward", "max_turns")
+SCRIPTED = ("expert", "random")
+
+DIRECT = """\
+Answer the question from what you know, as short as possible:
+<answer>the answer</answer>
+When there are several questions, answer all of them in their order, separated by "; "."""
+
+
+class Subject(Protocol):
+    """Makes players; `interface` are the arguments of the environment that belong to the player, such as
+    ``numbered`` or ``context``.
+    """
+
+    name: str
+    interface: Mapping[str, Any]
+
+    def identity(self) -> dict[str, Any]: ...
+
+    def player(self, env_id: str, env_kwargs: Mapping[str, Any], temperature: float) -> Player: ...
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a model is asked.
+
+    Attributes:
+        style: of `agent.prompts.system_prompt`.
+        call_style: how the prompt's examples call a tool.
+        max_new_tokens: of one turn.
+        max_prompt_tokens: longer prompts are shortened; None for the model's window.
+        interface: arguments of the environment that the model is used to.
+        tools: without them the model answers in one turn from what it knows.
+    """
+
+    style: str = "paper"
+    call_style: str = "tool_call"
+    max_new_tokens: int = 512
+    max_prompt_tokens: int | None = None
+    interface: Mapping[str, Any] = field(default_factory=dict)
+    tools: bool = True
+
+
+class ModelSubject:
+    """A model behind an engine."""
+
+    def __init__(self, name: str, engine: Engine, tokenizer: Any, fingerprint: str, manner: Manner) -> None:
+        self.name, self._engine, self._tokenizer = name, engine, tokenizer
+        self._fingerprint, self._manner = fingerprint, manner
+        self.interface = dict(manner.interface) if manner.tools else {**manner.interface, "max_turns": 1}
+
+    @classmethod
+    def local(cls, loaded: LoadedModel, manner: Manner, name: str | None = None) -> ModelSubject:
+        """A model in this process."""
+        engine = LocalEngine(loaded.model, loaded.tokenizer)
+        return cls(name or loaded.name, engine, loaded.tokenizer, loaded.fingerprint, manner)
+
+    def identity(self) -> dict[str, Any]:
+        return {"name": self.name, "kind": "model", "weights": self._fingerprint, "tools": self._manner.tools}
+
+    def player(self, env_id: str, env_kwargs: Mapping[str, Any], temperature: float) -> Player:
+        manner = self._manner
+        rules = DIRECT
+        if manner.tools:
+            base: Any = make(env_id, **env_kwargs).unwrapped
+            rules = system_prompt(base.tool_help, manner.style, base.max_turns, manner.call_style)  # type: ignore[arg-type]
+        elif manner.style == "compact":
+            rules = ""
+        prompts = PromptBuilder(self._tokenizer, rules, max_prompt_tokens=manner.max_prompt_tokens)
+        sampling = Sampling(temperature, manner.max_new_tokens)
+        return EnginePlayer(self._engine, prompts, sampling, self.name, {"weights": self._fingerprint})
+
+
+class ScriptedSubject:
+    """The expert, who knows where to search, or a player that does anything."""
+
+    def __init__(self, kind: str, interface: Mapping[str, Any] | None = None) -> None:
+        if kind not in SCRIPTED:
+            raise UserError(f"unknown player {kind!r}{did_you_mean(kind, SCRIPTED)} ({', '.join(SCRIPTED)})")
+        self.name, self.interface = kind, dict(interface or {})
+
+    def identity(self) -> dict[str, Any]:
+        return {"name": self.name, "kind": "scripted"}
+
+    def player(self, env_id: str, env_kwargs: Mapping[str, Any], temperature: float) -> Player:
+        if self.name == "expert":
+            return TextPlayer(lambda task, key: Expert(task, _rng(*key), Habits()), "expert")
+        return TextPlayer(lambda task, key: RandomPlayer(_rng(*key)), "random")
+
+
+def _rng(*key: int | str) -> np.random.Generator:
+    return np.random.default_rng(derive(*key, "player"))
+
+
+def local_model(path: str, *, name: str | None = None, device: str = "cpu", **overrides: Any) -> ModelSubject:
+    """A model from a folder, GGUF file or hub id; asked as in its training run when it lies in one.
+
+    Args:
+        overrides: fields of `Manner` that are not None replace what the run or the default says.
+
+    Raises:
+        UserError: no model there.
+    """
+    loaded = load_model(path, device=device)
+    manner = training_manner(Path(path).parent) or Manner(
+        style="paper" if getattr(loaded.tokenizer, "chat_template", None) else "few-shot"
+    )
+    interface = {**manner.interface, **(overrides.pop("interface", None) or {})}
+    changed = {key: value for key, value in overrides.items() if value is not None}
+    return ModelSubject.local(loaded, Manner(**{**vars(manner), **changed, "interface": interface}), name)
+
+
+def training_manner(run: Path) -> Manner | None:
+    """How the models of a training run were asked; None when the folder is no training run.
+
+    Raises:
+        UserError: a configuration that cannot be read.
+    """
+    file = run / "config.toml"
+    if not file.is_file():
+        return None
+    try:
+        config = tomllib.loads(file.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{file}: not valid TOML ({error})") from None
+    environments = config.get("environment") or [{}]
+    kwargs = environments[0].get("kwargs", {})
+    model, rollout = config.get("model", {}), config.get("rollout", {})
+    return Manner(
+        style=model.get("prompt", "paper"),
+        call_style=model.get("call_style", "tool_call"),
+        max_new_tokens=int(rollout.get("max_new_tokens", 512)),
+        max_prompt_tokens=rollout.get("max_prompt_tokens"),
+        interface={key: value for key, value in kwargs.items() if key not in _OF_THE_BENCHMARK},
+    )
+
+
+def newest_run(root: Path) -> Path:
+    """The newest complete training run, which ``latest`` in the folder of runs names.
+
+    Raises:
+        UserError: there is none.
+    """
+    pointer = root / "latest"
+    target = pointer
+    if pointer.is_file():
+        target = root / pointer.read_text(encoding="utf-8").strip()
+    if not (target / "model").is_dir():
+        raise UserError(
+            f"no complete training run under {root}: run `make train` first, or name a model with --model"
+        )
+    return target.resolve() if pointer.is_symlink() else target
