@@ -50,7 +50,7 @@ class DocumentStream(MemoryEnv):
 
     def __init__(
         self,
-        tasks: str | Sequence[Task] = "shakespeare:train",
+        tasks: str | Sequence[Task] | TaskPool = "shakespeare:train",
         *,
         chunk_size: int = 2000,
         ask: str = "first",

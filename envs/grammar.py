@@ -79,20 +79,24 @@ def parse_turn(text: str) -> ParsedTurn:
     memory_span: tuple[int, int] | None = None
     think: str | None = None
     stack: list[tuple[str, int, int]] = []  # name, start of the opening tag, end of it
+    opened = dict.fromkeys(TAGS, 0)  # how many of each are in the stack: no search in it for what is not
     closed_any = False
     for match in _TAG.finditer(text):
         closing, name = match.groups()
         if not closing:
             stack.append((name, match.start(), match.end()))
+            opened[name] += 1
             continue
-        depth = next((i for i in range(len(stack) - 1, -1, -1) if stack[i][0] == name), None)
-        if depth is None:
+        if not opened[name]:
             if name == "think" and not closed_any:
                 think, closed_any = text[: match.start()], True
                 stack.clear()
+                opened = dict.fromkeys(TAGS, 0)
             continue
-        _, start, inner = stack[depth]
-        del stack[depth:]
+        popped = ""
+        while popped != name:
+            popped, start, inner = stack.pop()
+            opened[popped] -= 1
         if stack:
             continue
         closed_any = True

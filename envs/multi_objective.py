@@ -41,7 +41,7 @@ class MultiObjectiveQA(SearchQA):
 
     def __init__(
         self,
-        tasks: str | Sequence[Task] = "factbook-tiny:train",
+        tasks: str | Sequence[Task] | TaskPool = "factbook-tiny:train",
         retriever: str | Retriever = "factbook-tiny",
         *,
         objectives: int | None = 2,

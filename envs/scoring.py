@@ -39,7 +39,9 @@ def f1(prediction: str, golds: Sequence[str]) -> float:
 def cover_em(prediction: str, golds: Sequence[str]) -> float:
     """1 when any normalised gold stands inside the normalised prediction. A secondary score only."""
     normal = normalise_squad(prediction)
-    return float(any(normalise_squad(gold) in normal for gold in golds))
+    wanted = map(normalise_squad, golds)
+    # A gold that normalises to nothing stands inside everything: it must be equal.
+    return float(any(gold in normal if gold else not normal for gold in wanted))
 
 
 def _f1(prediction: str, gold: str) -> float:

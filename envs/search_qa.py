@@ -24,7 +24,8 @@ class SearchQA(MemoryEnv):
     """Questions over a corpus. Reward 1 for an answer that equals a gold (SQuAD normalisation), else 0.
 
     Args:
-        tasks: a source for `load_tasks`, or tasks with one question each.
+        tasks: a source for `load_tasks`, tasks with one question each, or a `TaskPool` of them: many
+            environments over the same tasks share one.
         retriever: a source for `load_retriever`, or a retriever; it is shared, not copied.
         topk: passages a search shows.
         reward: the score that is the reward: ``em``, ``f1`` or ``cover_em``.
@@ -41,7 +42,7 @@ class SearchQA(MemoryEnv):
 
     def __init__(
         self,
-        tasks: str | Sequence[Task] = "factbook-tiny:train",
+        tasks: str | Sequence[Task] | TaskPool = "factbook-tiny:train",
         retriever: str | Retriever = "factbook-tiny",
         *,
         topk: int = 3,
@@ -109,8 +110,10 @@ def _shared_pool(source: str) -> TaskPool:
     return TaskPool(tuple(load_tasks(source)))
 
 
-def task_pool(tasks: str | Sequence[Task]) -> TaskPool:
-    """A pool of tasks; one object for all environments that name the same source."""
+def task_pool(tasks: str | Sequence[Task] | TaskPool) -> TaskPool:
+    """A pool of tasks; one object for all environments that name the same source or hand in the same pool."""
+    if isinstance(tasks, TaskPool):
+        return tasks
     return _shared_pool(tasks) if isinstance(tasks, str) else TaskPool(tuple(tasks))
 
 

@@ -30,6 +30,20 @@ def test_every_registered_environment_passes_both_checks(id: str) -> None:
     assert len(check_env(id)) == 11
 
 
+@pytest.mark.parametrize("id", envs.list_ids())
+def test_a_random_agent_can_step_them(id: str) -> None:
+    env = envs.make(id, max_turns=8)
+    env.action_space.seed(0)
+    reasons = set()
+    for seed in range(30):
+        _, info = env.reset(seed=seed)
+        while info["stop_reason"] is None:
+            observation, _, terminated, truncated, info = env.step(env.action_space.sample())
+            assert observation in env.observation_space and not (terminated and truncated)
+        reasons.add(info["stop_reason"])
+    assert reasons == {"answer", "max_turns"}
+
+
 class Fine(MemoryEnv):
     """Passes; the others below break one thing each."""
 

@@ -128,6 +128,17 @@ def test_calls_that_are_rendered_parse_back() -> None:
         render_call("q", "json")  # type: ignore[arg-type]
 
 
+def test_deep_nesting_takes_no_time() -> None:
+    # Quadratic parsing would take minutes.
+    for text in (
+        "<mem>" * 200_000 + "</answer>" * 200_000,
+        "<think><mem>" * 100_000 + "</search></think>" * 100_000,
+        "</think>" * 200_000 + "<answer>x</answer>",
+    ):
+        parse_turn(text)
+    assert parse_turn("</mem>" * 200_000 + "<answer>x</answer>").answer == "x"
+
+
 PIECES = [
     f"<{slash}{tag}>" for tag in ("mem", "think", "answer", "search", "tool_call") for slash in ("", "/")
 ]

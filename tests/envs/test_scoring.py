@@ -17,6 +17,7 @@ from envs.scoring import cover_em, em, f1, mem1, mem1_train, normalise_squad, sc
         ("well-known", "well known", 0, 0, 0),
         ("A", "A", 1, 1, 0),
         ("Yes, it is", "yes", 0, 1, 0),
+        ("Berlin", "A", 0, 0, 0),
         ("not Mark Twain", "Mark Twain", 0, 1, 0.8),
         ("New York City New York City", "New York City", 0, 1, 2 / 3),
         ("no", "yes", 0, 0, 0),

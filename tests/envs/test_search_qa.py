@@ -12,7 +12,7 @@ from envs.grammar import ToolCall, parse_turn, render_call
 from envs.multi_objective import JOINER, MultiObjectiveQA
 from envs.retrieval import Passage
 from envs.retrieval.bm25 import Bm25Retriever
-from envs.search_qa import SearchQA
+from envs.search_qa import SearchQA, TaskPool
 from envs.tasks import Task
 from tests.envs.conftest import FixedRetriever
 from tests.envs.test_neutral import TAGS, hostile_documents, squeezed
@@ -210,3 +210,6 @@ def test_golds_with_the_separator_are_left_out(retriever: Bm25Retriever) -> None
 def test_environments_share_their_tasks_and_their_retriever() -> None:
     first, second = MultiObjectiveQA(), MultiObjectiveQA()
     assert first.retriever is second.retriever and first.pool is second.pool
+    pool = TaskPool(first.pool.tasks)
+    third, fourth = (MultiObjectiveQA(pool, first.retriever, objectives=count) for count in (3, 4))
+    assert third.pool is fourth.pool and third.pool.tasks == pool.tasks
