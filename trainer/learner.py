@@ -41,7 +41,7 @@ class Learner:
         reference: the reference policy. None: a frozen copy of ``model`` as it is now, when ``kl_coef`` asks
             for one (the base under the adapters with LoRA). Build the learner on the cold-start model first
             and load a checkpoint's state after it, and the reference is the cold start also after a resume.
-        seed: decides the order of mini-batches.
+        seed: decides the order of mini-batches, and fresh adapters.
 
     Attributes:
         model: the policy, under its adapters if it has any.
@@ -55,7 +55,7 @@ class Learner:
         silence_dropout(model)
         self.critic = None if config.critic is None else Critic(model, config.critic, config.optimizer)
         if config.lora is not None:
-            model = attach_lora(model, config.lora)
+            model = attach_lora(model, config.lora, seed)
         elif reference is None and config.kl_coef > 0:
             self.reference = frozen_copy(model)
         self.model = model
@@ -274,7 +274,11 @@ class Learner:
 def _prepare(model: Any, config: LearnerConfig) -> None:
     model.train(config.gradient_checkpointing)  # transformers checkpoints in training mode only
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        name = (
+            "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+        )  # renamed in 5.x
+        enable = getattr(model, f"{name}_checkpointing_enable")
+        enable(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
         if config.lora is not None:
             model.enable_input_require_grads()
 

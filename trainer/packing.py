@@ -98,7 +98,8 @@ def micro_batches(
     if layout != "padded":
         raise ValueError(f"layout is {layout!r}; padded or packed is needed")
     sequences = _sequences(rows, wanted, token_budget, share_prompts)
-    sequences.sort(key=lambda sequence: (sequence.length, sequence.members[0]))
+    # Those that need a mask apart from those that do not: without one the causal kernel skips half the work.
+    sequences.sort(key=lambda sequence: (sequence.branched, sequence.length, sequence.members[0]))
     batches: list[MicroBatch] = []
     start = 0
     for end in range(1, len(sequences) + 1):

@@ -11,6 +11,7 @@ import contextlib
 import copy
 from typing import Any
 
+import torch
 from torch import nn
 
 from trainer.algorithm import LoraConfig
@@ -25,10 +26,13 @@ def frozen_copy(model: Any) -> Any:
     return duplicate.eval()
 
 
-def attach_lora(model: Any, config: LoraConfig) -> Any:
+def attach_lora(model: Any, config: LoraConfig, seed: int = 0) -> Any:
     """The model under fresh low-rank adapters; adapters it already has are merged into its weights first.
 
     The fresh adapters' output is exactly 0, so the wrapped model still is the cold-start model.
+
+    Args:
+        seed: decides the adapters' random half.
 
     Raises:
         ImportError: `peft` is not installed.
@@ -45,7 +49,9 @@ def attach_lora(model: Any, config: LoraConfig) -> Any:
         target_modules=targets,
         task_type="CAUSAL_LM",
     )
-    return peft.get_peft_model(model, settings)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return peft.get_peft_model(model, settings)
 
 
 def reference_mode(model: Any, reference: nn.Module | None) -> contextlib.AbstractContextManager[Any]:
