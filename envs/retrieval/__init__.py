@@ -1,4 +1,4 @@
-"""Search behind one protocol: BM25 over the embedded world or over a corpus file."""
+"""Search behind one protocol: BM25 over the embedded world or a corpus file, or a server over HTTP."""
 
 from __future__ import annotations
 
@@ -25,20 +25,23 @@ def load_retriever(source: str) -> Retriever:
     """The retriever that a text names; one object in this process, shared by all that ask for it.
 
     Args:
-        source: ``factbook`` or ``factbook-tiny`` (embedded), or the path of a corpus file (BM25).
+        source: ``factbook`` or ``factbook-tiny`` (embedded), the path of a corpus file (BM25), or the address of a
+            server (``http://host:8000/retrieve``).
 
     Raises:
         UserError: none of these, or a malformed file.
     """
     if source in EMBEDDED:
         return _embedded(source)
+    if source.startswith(("http://", "https://")):
+        return _from_server(source)
     path = Path(source)
     if not path.is_file():
         if path.suffix in (".jsonl", ".json"):
             raise UserError(f"corpus file {source} does not exist")
         raise UserError(
             f"unknown retriever {source!r}{did_you_mean(source, EMBEDDED)} "
-            f"(embedded: {', '.join(EMBEDDED)}; or the path of a corpus file)"
+            f"(embedded: {', '.join(EMBEDDED)}; or the path of a corpus file, or an http address)"
         )
     state = path.stat()
     return _from_file(str(path), state.st_mtime_ns, state.st_size)
@@ -51,6 +54,13 @@ def _embedded(source: str) -> Retriever:
 
     world = build_world("tiny" if source == "factbook-tiny" else "full")
     return Bm25Retriever.from_passages(world.passages)
+
+
+@lru_cache(maxsize=16)
+def _from_server(source: str) -> Retriever:
+    from envs.retrieval.http import HttpRetriever
+
+    return HttpRetriever(source)
 
 
 @lru_cache(maxsize=16)

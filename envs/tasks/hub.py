@@ -74,6 +74,18 @@ def _rows(source: HubSource, place: str) -> Iterator[Row]:
         yield f"{place}, row {number}", row
 
 
+def recorded_revision(source: str) -> str | None:
+    """The revision that a source names or that was recorded when its set was first loaded; None before that.
+
+    Raises:
+        UserError: a malformed source.
+    """
+    parsed = HubSource.parse(source)
+    record = _record_file()
+    known = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    return parsed.revision or known.get(parsed.name)
+
+
 def _pinned_revision(name: str) -> str:
     record = _record_file()
     known: dict[str, Any] = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}

@@ -11,7 +11,7 @@ import pytest
 
 from envs.errors import UserError
 from envs.tasks import Task, load_tasks
-from envs.tasks.hub import HubSource, load_hub_tasks
+from envs.tasks.hub import HubSource, load_hub_tasks, recorded_revision
 
 ROWS = [{"id": "t0", "question": "Who?", "golden_answers": ["Ann"], "metadata": {}}]
 
@@ -60,6 +60,8 @@ def test_a_revision_is_recorded_at_first_load_and_pinned(hub: dict[str, Any], tm
         ("o/sets", "nq", "dev", "v1"),
     ]
     assert hub["looked_up"] == 1
+    assert recorded_revision("hub:o/sets/nq") == "abc123" and recorded_revision("hub:o/sets@v1") == "v1"
+    assert recorded_revision("hub:o/never") is None
     assert json.loads((tmp_path / "hub.json").read_text()) == {"o/sets": "abc123"}
 
 
