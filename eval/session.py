@@ -125,7 +125,10 @@ def _play(
         TextColumn("errors {task.fields[errors]}  EM {task.fields[em]:.3f}  F1 {task.fields[f1]:.3f}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True, refresh_per_second=2) as progress:
+    bars = Progress(
+        *columns, console=console, transient=True, refresh_per_second=2, disable=not console.is_terminal
+    )
+    with bars as progress:
         bar = progress.add_task(
             f"{subject.name} on {benchmark.name}", total=total, completed=len(done), errors=0, em=0.0, f1=0.0
         )
@@ -134,7 +137,7 @@ def _play(
             writer.add(benchmark.name, sample, seconds)
             progress.update(bar, advance=1, errors=state.errors, em=state.em, f1=state.f1)
 
-        evaluate(
+        found = evaluate(
             subject.player(benchmark.env, plan.env_kwargs, benchmark.temperature),
             tasks=plan.tasks,
             env_id=benchmark.env,
@@ -149,6 +152,11 @@ def _play(
             skip=done,
             on_sample=on_sample,
         )
+    errors = sum(sample.error is not None for sample in found.samples)
+    console.print(
+        f"{subject.name} on {benchmark.name}: {total} samples, {len(done)} of them from before, {errors} errors",
+        highlight=False,
+    )
 
 
 def _plan(subject: Subject, benchmark: Benchmark, settings: Settings) -> Plan:

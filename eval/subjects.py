@@ -36,8 +36,11 @@ class Subject(Protocol):
     ``numbered`` or ``context``.
     """
 
-    name: str
-    interface: Mapping[str, Any]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def interface(self) -> Mapping[str, Any]: ...
 
     def identity(self) -> dict[str, Any]: ...
 
@@ -71,7 +74,9 @@ class ModelSubject:
     def __init__(self, name: str, engine: Engine, tokenizer: Any, fingerprint: str, manner: Manner) -> None:
         self.name, self._engine, self._tokenizer = name, engine, tokenizer
         self._fingerprint, self._manner = fingerprint, manner
-        self.interface = dict(manner.interface) if manner.tools else {**manner.interface, "max_turns": 1}
+        self.interface: Mapping[str, Any] = (
+            dict(manner.interface) if manner.tools else {**manner.interface, "max_turns": 1}
+        )
 
     @classmethod
     def local(cls, loaded: LoadedModel, manner: Manner, name: str | None = None) -> ModelSubject:
@@ -101,7 +106,8 @@ class ScriptedSubject:
     def __init__(self, kind: str, interface: Mapping[str, Any] | None = None) -> None:
         if kind not in SCRIPTED:
             raise UserError(f"unknown player {kind!r}{did_you_mean(kind, SCRIPTED)} ({', '.join(SCRIPTED)})")
-        self.name, self.interface = kind, dict(interface or {})
+        self.name = kind
+        self.interface: Mapping[str, Any] = dict(interface or {})
 
     def identity(self) -> dict[str, Any]:
         return {"name": self.name, "kind": "scripted"}
