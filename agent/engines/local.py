@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agent.engines.base import Completion, EngineError, FinishReason, GenerationRequest, check_request
-from agent.engines.kv_cache import SlotCache, Step
+from agent.engines.kv_cache import ATTENTION, Prefill, SlotCache
 from agent.engines.sampling import sample
 from agent.spans import token_bytes
 from envs.errors import UserError
@@ -36,7 +36,10 @@ _LAYER_KINDS = {"full_attention", "sliding_attention"}
 class _Job:
     """One request on its way through the engine."""
 
-    __slots__ = ("future", "ids", "logprobs", "request", "room", "stop_ids", "stops", "tail")
+    __slots__ = (
+        "future", "ids", "length", "logprobs", "request", "room", "seed", "stop_ids", "stops", "tail",
+        "temperature",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -49,6 +52,8 @@ class _Job:
         self.future = future
         self.stop_ids = stop_ids | frozenset(request.stop_token_ids)
         self.stops = tuple(stop.encode() for stop in request.stop)
+        self.seed = request.seed & 0xFFFF_FFFF_FFFF_FFFF
+        self.temperature = request.temperature
         self.room = min(request.max_new_tokens, max_context - len(request.prompt_ids))
         self.restart()
 
@@ -56,6 +61,8 @@ class _Job:
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.tail = b""
+        # Positions in the cache: all but the token sampled last.
+        self.length = len(self.request.prompt_ids)
 
 
 class LocalEngine:
@@ -97,23 +104,14 @@ class LocalEngine:
         self._vocab_size = int(config.vocab_size)
         self._bytes = token_bytes(tokenizer)
         self._stop_ids = _end_ids(model, tokenizer)
-        self._kinds = kinds
-        # A config without layer types (Mistral) applies its window, if any, to every layer.
-        windowed = "sliding_attention" in kinds or not getattr(config, "layer_types", None)
-        window = getattr(config, "sliding_window", None)
-        self._window = int(window) if window and windowed else None
+        self._config = config
         self._head = model.get_output_embeddings()
         names = inspect.signature(type(model).forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
-        self._cache = SlotCache(int(config.num_hidden_layers), max_batch, self._max_context)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self._cache = SlotCache(_windows(config), int(heads), self._max_context)
         self._waiting: list[_Job] = []
-        self._active: list[_Job] = []
-        # Per slot: positions in the cache, and the token sampled last, which is not in the cache yet.
-        self._lengths = np.zeros(max_batch, dtype=np.int64)
-        self._last = np.zeros(max_batch, dtype=np.int64)
-        self._seeds = np.zeros(max_batch, dtype=np.uint64)
-        self._temperatures = np.ones(max_batch, dtype=np.float64)
-        self._counts = np.zeros(max_batch, dtype=np.int64)
+        self._checked = False
         self._driver: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -134,7 +132,7 @@ class LocalEngine:
         loop = asyncio.get_running_loop()
         if self._driver is None or self._driver.done() or self._driver.get_loop() is not loop:
             # Whatever an interrupted loop left behind has nobody waiting for it.
-            self._waiting, self._active = [], []
+            self._reset()
             self._driver = loop.create_task(self._drive())
         job = _Job(request, loop.create_future(), self._stop_ids, self._max_context)
         self._waiting.append(job)
@@ -147,7 +145,7 @@ class LocalEngine:
         Raises:
             EngineError: an asyncio driver is serving requests at the same time.
         """
-        if self._active or self._waiting:
+        if self._busy:
             raise EngineError("generate_all was called while other requests are in flight")
         for request in requests:
             check_request(request, self._vocab_size, self._max_context)
@@ -155,11 +153,11 @@ class LocalEngine:
         finished: dict[int, Completion] = {}
         self._waiting = list(jobs)
         try:
-            while self._waiting or self._active:
+            while self._busy:
                 for job, completion in self._step():
                     finished[id(job)] = completion
         finally:
-            self._waiting, self._active = [], []
+            self._reset()
         return [finished[id(job)] for job in jobs]
 
     def load_weights(self, source: Mapping[str, torch.Tensor] | torch.nn.Module, version: int) -> None:
@@ -188,11 +186,12 @@ class LocalEngine:
                 wrong = [*unexpected, *(set(missing) - tied)]
                 raise ValueError(f"weights do not fit the engine's model: {wrong[0]} is missing or unknown")
         self._version = version
+        active = self._active()
+        self._cache.clear()
         self._cache.forget_prefix()
-        for job in self._active:
+        for job in active:
             job.restart()
-        self._waiting = [*self._active, *self._waiting]
-        self._active = []
+        self._waiting = [*active, *self._waiting]
 
     async def close(self) -> None:
         self._closed = True
@@ -202,7 +201,7 @@ class LocalEngine:
         try:
             # Everything that is ready to ask does so before the first prefill.
             await asyncio.sleep(0)
-            while self._waiting or self._active:
+            while self._busy:
                 for job, completion in self._step():
                     if job.future is not None and not job.future.done():
                         job.future.set_result(completion)
@@ -212,199 +211,211 @@ class LocalEngine:
 
     def _fail(self, failure: EngineError, cause: Exception | None = None) -> None:
         failure.__cause__ = cause
-        jobs, self._active, self._waiting = [*self._active, *self._waiting], [], []
+        jobs = [*self._active(), *self._waiting]
+        self._reset()
         for job in jobs:
             if job.future is not None and not job.future.done():
                 job.future.set_exception(failure)
 
+    @property
+    def _busy(self) -> bool:
+        return bool(self._waiting) or any(self._cache.rows)
+
+    def _active(self) -> list[_Job]:
+        return list(self._cache.occupants())  # type: ignore[arg-type]
+
+    def _reset(self) -> None:
+        self._waiting = []
+        self._cache.clear()
+
     def _step(self) -> list[tuple[_Job, Completion]]:
         """Admit what waits, decode one token for all that are active; return what ended."""
-        self._drop_cancelled()
         training = self.model.training
         if training:
             self.model.eval()
         try:
             with torch.inference_mode():
+                if not self._checked:
+                    self._check_model()
+                self._drop_cancelled()
                 finished = self._admit()
-                if self._active:
+                if any(self._cache.rows):
                     finished += self._decode()
         finally:
             if training:
                 self.model.train()
         return finished
 
+    def _check_model(self) -> None:
+        """Decode a few tokens through the slots and compare with a plain forward pass.
+
+        Guards against architectures whose attention has something (position biases, sinks) that the slots
+        lack.
+        """
+        ids = [(17 * i + 3) % self._vocab_size for i in range(8)]
+        plain = self.model(input_ids=torch.tensor([ids], device=self.model.device), use_cache=False).logits
+        probe = _Job(GenerationRequest(tuple(ids[:5]), seed=0), None, frozenset(), self._max_context)
+        arena, row = self._cache.place(probe, 5)
+        found = [self._forward_prompts([tuple(ids[:5])], Prefill([(arena, row, 0, 1, 5)]))]
+        for token in ids[5:]:
+            found.append(self._forward_slots([probe], [token]))
+            probe.length += 1
+        self._cache.remove(arena, row)
+        gap = (
+            (torch.cat(found).float().log_softmax(-1) - plain[0, 4:].float().log_softmax(-1))
+            .abs()
+            .max()
+            .item()
+        )
+        if not gap <= (1e-3 if self.model.dtype == torch.float32 else 0.5):
+            name = type(self.model).__name__
+            raise UserError(
+                f"the local engine cannot serve {name}: log-probs differ by {gap:.2g} from its own"
+            )
+        self._checked = True
+
     def _drop_cancelled(self) -> None:
         self._waiting = [job for job in self._waiting if job.future is None or not job.future.done()]
-        gone = [slot for slot, job in enumerate(self._active) if job.future is not None and job.future.done()]
-        self._vacate(gone)
+        gone = {id(job) for job in self._active() if job.future is not None and job.future.done()}
+        if gone:
+            self._cache.remove_where(gone)
 
     def _admit(self) -> list[tuple[_Job, Completion]]:
-        room = self.max_batch - len(self._active)
+        room = self.max_batch - sum(map(len, self._cache.rows))
         jobs, self._waiting = self._waiting[:room], self._waiting[room:]
         if not jobs:
             return []
-        # Identical prompts stand side by side: the first is computed, the others copy its row.
+        # An identical prompt is computed once; the others copy its row.
         by_prompt: dict[tuple[int, ...], list[_Job]] = {}
         for job in jobs:
             by_prompt.setdefault(job.request.prompt_ids, []).append(job)
-        start = len(self._active)
-        longest = max(map(len, by_prompt))
-        self._cache.reserve(start + len(jobs), longest + 1)
         self._find_prefix(list(by_prompt))
-        ordered = sorted(by_prompt.items(), key=lambda item: -len(item[0]))
-        slots: dict[tuple[int, ...], int] = {}
-        for prompt, same in ordered:
-            slots[prompt] = len(self._active)
-            for job in same:
-                slot = len(self._active)
-                self._active.append(job)
-                self._lengths[slot] = len(prompt)
-                self._seeds[slot] = job.request.seed & 0xFFFF_FFFF_FFFF_FFFF
-                self._temperatures[slot] = job.request.temperature
-                self._counts[slot] = 0
-        logits = torch.cat([self._prefill(chunk, slots) for chunk in self._chunks([p for p, _ in ordered])])
-        copies = [len(same) for _, same in ordered]
-        for prompt, same in ordered:
-            if len(same) > 1:
-                first = slots[prompt]
-                self._cache.duplicate(first, range(first + 1, first + len(same)), len(prompt))
-        rows = torch.arange(len(ordered)).repeat_interleave(torch.tensor(copies))
-        return self._sample(logits[rows.to(logits.device)], start)
+        ordered = sorted(by_prompt, key=lambda prompt: (self._has_prefix(prompt), -len(prompt)))
+        places = {prompt: self._cache.place(by_prompt[prompt][0], len(prompt)) for prompt in ordered}
+        logits = torch.cat([self._prefill(chunk, places) for chunk in self._chunks(ordered)])
+        admitted: list[_Job] = []
+        copies = []
+        for prompt in ordered:
+            first, *others = by_prompt[prompt]
+            for other in others:
+                arena, row = self._cache.place(other, len(prompt))
+            if others:
+                rows = slice(row + 1 - len(others), row + 1)
+                self._cache.copy(places[prompt], arena, rows, len(prompt))
+            admitted += [first, *others]
+            copies.append(1 + len(others))
+        index = torch.arange(len(ordered)).repeat_interleave(torch.tensor(copies))
+        return self._sample(logits[index.to(logits.device)], admitted)
 
     def _find_prefix(self, prompts: list[tuple[int, ...]]) -> None:
         """Keep the keys and values of a long prefix that several prompts share (few-shot examples, rules)."""
-        known = self._cache.prefix_ids
-        if known and any(prompt[: len(known)] == known and len(prompt) > len(known) for prompt in prompts):
-            return
-        if len(prompts) < 2:
+        if any(self._has_prefix(prompt) for prompt in prompts) or len(prompts) < 2:
             return
         low, high = min(prompts), max(prompts)
-        shared = next(
-            (i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high))
-        )
+        pairs = enumerate(zip(low, high, strict=False))
+        shared = next((place for place, (a, b) in pairs if a != b), min(len(low), len(high)))
         shared = min(shared, min(map(len, prompts)) - 1)
         if shared < _MIN_PREFIX:
             return
         self._cache.forget_prefix()
-        self._forward_prompts([low[:shared]], slots=[0], store_prefix=True)
+        self._forward_prompts([low[:shared]], Prefill(store_prefix=True))
         self._cache.prefix_ids = low[:shared]
-
-    def _chunks(self, prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
-        """Split prompts, longest first, into batches of one prefix state where padding costs less than a
-        call."""
-        chunk: list[tuple[int, ...]] = []
-        waste = 0
-        for prompt in prompts:
-            extra = len(chunk[0]) - len(prompt) if chunk else 0
-            full = chunk and (len(chunk) + 1) * len(chunk[0]) > _MAX_PREFILL_TOKENS
-            other = chunk and self._has_prefix(prompt) != self._has_prefix(chunk[0])
-            if full or other or waste + extra > _CALL_COST:
-                yield chunk
-                chunk, waste, extra = [], 0, 0
-            chunk.append(prompt)
-            waste += extra
-        yield chunk
 
     def _has_prefix(self, prompt: tuple[int, ...]) -> bool:
         prefix = self._cache.prefix_ids
         return bool(prefix) and len(prompt) > len(prefix) and prompt[: len(prefix)] == prefix
 
-    def _prefill(self, prompts: list[tuple[int, ...]], slots: Mapping[tuple[int, ...], int]) -> torch.Tensor:
-        rows = [slots[prompt] for prompt in prompts]
-        if self._has_prefix(prompts[0]):
-            skip = len(self._cache.prefix_ids)
-            return self._forward_prompts([prompt[skip:] for prompt in prompts], rows, use_prefix=True)
-        return self._forward_prompts(prompts, rows)
+    def _chunks(self, prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+        """Split sorted prompts into batches of one prefix state where padding costs less than a call."""
+        chunk: list[tuple[int, ...]] = []
+        waste = 0
+        for prompt in prompts:
+            if chunk:
+                extra = len(chunk[0]) - len(prompt)
+                full = (len(chunk) + 1) * len(chunk[0]) > _MAX_PREFILL_TOKENS
+                other = self._has_prefix(prompt) != self._has_prefix(chunk[0])
+                if full or other or waste + extra > _CALL_COST:
+                    yield chunk
+                    chunk, waste = [], 0
+                else:
+                    waste += extra
+            chunk.append(prompt)
+        yield chunk
 
-    def _forward_prompts(
-        self,
-        prompts: list[tuple[int, ...]],
-        slots: list[int],
-        use_prefix: bool = False,
-        store_prefix: bool = False,
+    def _prefill(
+        self, prompts: list[tuple[int, ...]], places: Mapping[tuple[int, ...], tuple[int, int]]
     ) -> torch.Tensor:
-        """Right-padded prefill; logits ``(B, V)`` at each prompt's last token.
+        """Compute prompts and write their rows; logits ``(B, V)`` after each prompt."""
+        pieces: list[tuple[int, int, int, int, int]] = []
+        for index, prompt in enumerate(prompts):
+            arena, row = places[prompt]
+            if pieces and pieces[-1][0] == arena:
+                # Sorted by length: the first prompt of a run is its longest, and rows are handed out in
+                # order.
+                same, first_row, first, _, length = pieces[-1]
+                pieces[-1] = (same, first_row, first, index + 1, length)
+            else:
+                pieces.append((arena, row, index, index + 1, len(prompt)))
+        if not self._has_prefix(prompts[0]):
+            return self._forward_prompts(prompts, Prefill(pieces))
+        skip = len(self._cache.prefix_ids)
+        return self._forward_prompts([p[skip:] for p in prompts], Prefill(pieces, use_prefix=True))
+
+    def _forward_prompts(self, prompts: list[tuple[int, ...]], prefill: Prefill) -> torch.Tensor:
+        """Right-padded forward pass; logits ``(B, V)`` at each prompt's last token.
 
         Causal attention alone keeps the padding out of every real position, so the model makes its own masks.
         """
         device = self.model.device
         width = max(map(len, prompts))
-        ids = torch.zeros(len(prompts), width, dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)] = torch.tensor(prompt)
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        self._cache.step = Step(
-            False,
-            torch.tensor(slots, device=device),
-            lengths,
-            use_prefix=use_prefix,
-            store_prefix=store_prefix,
-        )
-        positions = torch.arange(width, device=device) + self._cache.seen
-        with _last_positions(self._head, (lengths - 1).to(device)):
-            output = self._call(ids.to(device), positions.expand(len(prompts), -1), None)
-        self._cache.step = None
-        return output[:, -1]
+        ids = torch.tensor([(*prompt, *(0,) * (width - len(prompt))) for prompt in prompts], device=device)
+        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
+        self._cache.prefill = prefill
+        try:
+            positions = torch.arange(width, device=device) + self._cache.seen
+            with _last_positions(self._head, last):
+                return self._call(ids, positions.expand(len(prompts), -1))
+        finally:
+            self._cache.prefill = None
 
     def _decode(self) -> list[tuple[_Job, Completion]]:
-        count = len(self._active)
-        held = self._lengths[:count]
-        width = int(held.max()) + 1
-        self._cache.reserve(count, width)
+        self._cache.promote()
+        jobs = self._active()
+        logits = self._forward_slots(jobs, [job.ids[-1] for job in jobs])
+        for job in jobs:
+            job.length += 1
+        return self._sample(logits, jobs)
+
+    def _forward_slots(self, jobs: list[_Job], tokens: list[int]) -> torch.Tensor:
+        """Append one token to each row, in batch order; logits ``(B, V)`` after it."""
         device = self.model.device
-        lengths = torch.from_numpy(held.copy()).to(device)
-        self._cache.step = Step(True, torch.arange(count, device=device), lengths, width)
-        ids = torch.from_numpy(self._last[:count, None].copy()).to(device)
-        logits = self._call(ids, lengths[:, None], self._masks(lengths, width))
-        self._cache.step = None
-        self._lengths[:count] += 1
-        return self._sample(logits[:, -1], 0)
+        positions = torch.tensor([[job.length] for job in jobs], device=device)
+        attention = self._config._attn_implementation
+        self._cache.plan_decode(device, self.model.dtype)
+        SlotCache.current = self._cache
+        self._config._attn_implementation = ATTENTION
+        try:
+            return self._call(torch.tensor([[token] for token in tokens], device=device), positions)
+        finally:
+            self._config._attn_implementation = attention
+            SlotCache.current = None
+            self._cache.blocks = []
 
-    def _masks(self, lengths: torch.Tensor, width: int) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Additive masks ``(n, 1, 1, width)`` that hide what a slot does not hold, by kind of layer."""
-        places = torch.arange(width, device=lengths.device)
-        hidden = places > lengths[:, None]
-        masks = {"full_attention": hidden}
-        if self._window is not None:
-            masks["sliding_attention"] = hidden | (places <= lengths[:, None] - self._window)
-        dtype = self.model.dtype
-        low = torch.finfo(dtype).min
-        built = {
-            kind: torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, low)[
-                :, None, None
-            ]
-            for kind, mask in masks.items()
-        }
-        if len(self._kinds) > 1:
-            return built
-        return built["sliding_attention" if self._window is not None else "full_attention"]
+    def _call(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        cache: dict[str, Any] = {self._cache_name: self._cache}
+        output = self.model(input_ids=ids, position_ids=positions, use_cache=True, return_dict=True, **cache)
+        return output.logits[:, -1]
 
-    def _call(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | dict[str, torch.Tensor] | None
-    ) -> torch.Tensor:
-        extra: dict[str, Any] = {self._cache_name: self._cache}
-        output = self.model(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=mask,
-            use_cache=True,
-            return_dict=True,
-            **extra,
-        )
-        return output.logits
-
-    def _sample(self, logits: torch.Tensor, start: int) -> list[tuple[_Job, Completion]]:
-        """Draw a token for the slots from `start` on; take out those that end with it."""
-        stop = start + len(logits)
+    def _sample(self, logits: torch.Tensor, jobs: list[_Job]) -> list[tuple[_Job, Completion]]:
+        """Draw a token for each job; take out those that end with it."""
         ids, logprobs = sample(
-            logits, self._temperatures[start:stop], self._seeds[start:stop], self._counts[start:stop]
+            logits,
+            np.array([job.temperature for job in jobs]),
+            np.array([job.seed for job in jobs], dtype=np.uint64),
+            np.array([len(job.ids) for job in jobs]),
         )
-        self._last[start:stop] = ids
-        self._counts[start:stop] += 1
         finished: list[tuple[_Job, Completion]] = []
-        ended: list[int] = []
-        for slot, token, logprob in zip(range(start, stop), ids.tolist(), logprobs.tolist(), strict=True):
-            job = self._active[slot]
+        for job, token, logprob in zip(jobs, ids.tolist(), logprobs.tolist(), strict=True):
             job.ids.append(token)
             job.logprobs.append(logprob)
             reason: FinishReason | None = None
@@ -415,8 +426,8 @@ class LocalEngine:
             if reason is not None:
                 completion = Completion(tuple(job.ids), tuple(job.logprobs), reason, self._version)
                 finished.append((job, completion))
-                ended.append(slot)
-        self._vacate(ended)
+        if finished:
+            self._cache.remove_where({id(job) for job, _ in finished})
         return finished
 
     def _stops_here(self, job: _Job, token: int) -> bool:
@@ -424,16 +435,13 @@ class LocalEngine:
         job.tail = text[-max(map(len, job.stops)) :]
         return any(stop in text for stop in job.stops)
 
-    def _vacate(self, slots: list[int]) -> None:
-        """Empty slots; the last ones move into the holes."""
-        for slot in reversed(slots):
-            last = len(self._active) - 1
-            if slot != last:
-                self._cache.move(last, slot, int(self._lengths[last]))
-                self._active[slot] = self._active[last]
-                for state in (self._lengths, self._last, self._seeds, self._temperatures, self._counts):
-                    state[slot] = state[last]
-            self._active.pop()
+
+def _windows(config: Any) -> list[int | None]:
+    """The attention window of each layer; a config without layer types (Mistral) has one window for all."""
+    layers = int(config.num_hidden_layers)
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    return [int(window) if window and kind == "sliding_attention" else None for kind in kinds]
 
 
 def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
