@@ -96,7 +96,7 @@ def run_session(
         beside = (out / "keep") if out else None
         kept = replace(settings, memory="keep")
         donors = run_session(subject, benchmarks, beside, kept, root=root, console=console, reports=False)
-    with RunWriter(folder, config, environment()) as writer:
+    with RunWriter(folder, config, environment(), {"revision": code_revision()}) as writer:
         for plan in plans:
             _play(subject, plan, settings, writer, donors, console)
     run = writer.finish()
@@ -214,22 +214,41 @@ def corpus_identity(source: object) -> str | None:
 
 
 def environment() -> dict[str, Any]:
-    """Code revision (None outside a checkout) and versions of the packages that make the numbers."""
+    """Hash of the sources and versions of the packages that make the numbers."""
     versions = {}
     for package in (*_PACKAGES, *_WORLDS):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "none"
-    here = Path(__file__).parent
+    return {"code": _sources_hash(), "packages": versions}
+
+
+@lru_cache(maxsize=1)
+def _sources_hash() -> str:
+    """Over the Python files of `envs`, `agent` and `eval`: a commit that touches none of them changes nothing."""
+    root = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for package in ("envs", "agent", "eval"):
+        for file in sorted((root / package).rglob("*.py")):
+            digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def code_revision() -> str | None:
+    """The commit of the checkout that runs; None outside of one."""
     try:
         found = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10, check=False
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
         )
-        revision = found.stdout.strip() or None
     except (OSError, subprocess.TimeoutExpired):
-        revision = None
-    return {"code": revision, "packages": versions}
+        return None
+    return found.stdout.strip() or None
 
 
 def _slug(name: str) -> str:

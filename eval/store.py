@@ -76,12 +76,19 @@ class RunWriter:
         path: the folder; made when missing.
         config: what decides the result; JSON values.
         environment: what may differ when a complete run is read back, but not while one is written.
+        facts: what else is worth knowing of its start, such as the revision of the code; never compared.
 
     Raises:
         UserError: the folder holds another run; the first difference is named.
     """
 
-    def __init__(self, path: Path, config: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        config: Mapping[str, Any],
+        environment: Mapping[str, Any],
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
         self.path = path
         self.config = json.loads(json.dumps(config))
         self._samples: IO[bytes] | None = None
@@ -102,7 +109,7 @@ class RunWriter:
         elif any((path / name).exists() for name in (SAMPLES, SUMMARY)):
             raise UserError(f"{path} holds samples but no {RUN}; take another --out")
         else:
-            write_json(file, {"config": self.config, "environment": environment})
+            write_json(file, {"config": self.config, "environment": environment, "facts": facts or {}})
         for name in (SAMPLES, LATENCY):
             _cut_half_line(path / name)
         self.done = {key: sample for key, sample in _rows(path / SAMPLES) if sample.error is None}
