@@ -149,6 +149,7 @@ class MemoryScorer:
         token_budget: padded tokens of one forward pass (a longer row has a pass of its own).
         row_tokens: tokens of one tree at most; what a larger one shares is computed again for each part.
         window: longest context with its answer, in tokens; None: as the model's configuration says.
+        answer_lead: what the policy writes between ``<answer>`` and the answer; it is scored with the answer.
         trees: False scores one context at a time, as models that take no tree are scored (to compare).
     """
 
@@ -162,13 +163,14 @@ class MemoryScorer:
         row_tokens: int = 16384,
         window: int | None = None,
         trees: bool = True,
+        answer_lead: str = "",
     ) -> None:
         for name, value in (("token_budget", token_budget), ("row_tokens", row_tokens)):
             if value < 1:
                 raise UserError(f"{name} is {value}; at least 1 token is needed")
         self.token_budget, self.row_tokens, self.window, self.trees = token_budget, row_tokens, window, trees
         self.report = ScoreReport()
-        self._tokenizer = tokenizer
+        self._tokenizer, self._answer_lead = tokenizer, answer_lead
         self._frame = frame(prompts or PromptBuilder(tokenizer, system))
         self._verdicts: WeakKeyDictionary[torch.nn.Module, _Verdict] = WeakKeyDictionary()
 
@@ -184,7 +186,10 @@ class MemoryScorer:
         """
         self.report = ScoreReport()
         segments = Segments(self._tokenizer)
-        contexts = [_GroupContexts(index, group, self._frame, segments) for index, group in enumerate(groups)]
+        contexts = [
+            _GroupContexts(index, group, self._frame, segments, self._answer_lead)
+            for index, group in enumerate(groups)
+        ]
         segments.encode()
         window = _window(model, self.window)
         units = [unit for group in contexts for unit in group.build(window, self.report)]
@@ -263,7 +268,7 @@ class MemoryScorer:
 class _GroupContexts:
     """All contexts of one group: texts are asked for at construction, queries built when they are encoded."""
 
-    def __init__(self, index: int, group: Group, frame: Frame, segments: Segments) -> None:
+    def __init__(self, index: int, group: Group, frame: Frame, segments: Segments, lead: str) -> None:
         self._index, self._segments, self._task = index, segments, group.task
         forms = answer_forms(group.task.golds)
         if not forms:
@@ -272,7 +277,7 @@ class _GroupContexts:
         self._leading = np.array(frame.leading, dtype=np.int64)
         self._end = (add(frame.after, inside), add(ANSWER_PREFIX, inside))
         self._close = add("</mem>", inside)
-        self._forms = [add(form, ANSWER_PREFIX) for form in forms]
+        self._forms = [add(lead + form, ANSWER_PREFIX) for form in forms]
         self._plans = [self._plan(trajectory, frame.before) for trajectory in group.trajectories]
         self.keys: list[list[_TurnKeys]] = []
         self._done: set[Hashable] = set()

@@ -60,7 +60,9 @@ class ExampleStream:
         prompts: PromptBuilder,
         config: ColdStartConfig,
         seed: int,
+        answer_lead: str = "",
     ) -> None:
+        self.answer_lead = answer_lead
         self.episodes, self.words, self.tokenizer, self.prompts, self.config = (
             episodes,
             words,
@@ -92,7 +94,7 @@ class ExampleStream:
         if episode.remembered and self.rng.random() < self.config.renamed:
             episode, turn = rename(episode, self.words, self.rng), last
         if self.rng.random() < self.config.scoring:
-            return scoring_examples(episode, turn)
+            return scoring_examples(episode, turn, self.answer_lead)
         return turn_examples(episode)
 
     def _row(self, example: Example) -> TokenRow:
@@ -183,7 +185,7 @@ def embedded_policy(config: RunConfig) -> tuple[Any, Any]:
     # The grammar's own words must be whole pieces, too: the corpus hardly has them.
     protocol = ["1) see none 2) unknown 3) Doc 1(Title: No documents found. Question: What is the"] * 50
     questions = [task.question for task in world.train]
-    tokenizer = build_tokenizer([*corpus, *questions, *protocol], config.model.vocabulary, split_spaces=True)
+    tokenizer = build_tokenizer([*corpus, *questions, *protocol], config.model.vocabulary)
     model = build_model(
         tokenizer,
         hidden=config.model.hidden,
@@ -217,10 +219,17 @@ def build(config: RunConfig, progress: Progress | None = None) -> tuple[Any, Any
         settings.objectives,
         settings.episodes,
         config.model.call_style,
+        config.model.answer_lead,
         config.seed,
     )
     stream = ExampleStream(
-        episodes, corpus_words(), tokenizer, PromptBuilder(tokenizer), settings, config.seed
+        episodes,
+        corpus_words(),
+        tokenizer,
+        PromptBuilder(tokenizer),
+        settings,
+        config.seed,
+        config.model.answer_lead,
     )
     losses = train(model, stream, settings, progress)
     tail = losses[-50:]

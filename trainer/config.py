@@ -53,6 +53,8 @@ class ModelConfig(Section):
     """Prompt style: `compact` has no system prompt (small models), `few-shot` shows two worked turns (base models)."""
     call_style: Literal["tool_call", "search"] = "tool_call"
     """How the prompt's examples and the expert write a search."""
+    answer_lead: str = ""
+    """What the policy writes between `<answer>` and the answer; a space spells names as they are spelt in texts."""
     hidden: int = Field(default=128, ge=8)
     """Width of the model made on the spot."""
     layers: int = Field(default=4, ge=1)

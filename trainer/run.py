@@ -141,7 +141,7 @@ def assemble(config: RunConfig, policy: LoadedModel, folder: Path, console: Cons
         questions=questions,
         engine=engine,
         prompts=prompts,
-        scorer=MemoryScorer(policy.tokenizer, prompts=prompts),
+        scorer=MemoryScorer(policy.tokenizer, prompts=prompts, answer_lead=config.model.answer_lead),
         learner=learner,
         monitor=monitor,
         checkpoints=CheckpointStore(folder / "checkpoints", config.output.keep),

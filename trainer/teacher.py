@@ -57,6 +57,7 @@ def teach(
     objectives: Mapping[str, float],
     episodes: int,
     call_style: CallStyle,
+    answer_lead: str,
     seed: int,
 ) -> tuple[list[Episode], float]:
     """Play the teacher and keep its right episodes.
@@ -76,7 +77,7 @@ def teach(
         env = players[int(rng.choice(counts, p=weights / weights.sum()))]
         record = play(
             env,
-            lambda task: Expert(task, rng, habits, call_style=call_style),
+            lambda task: Expert(task, rng, habits, call_style=call_style, answer_lead=answer_lead),
             seed=int(rng.integers(2**31)),
         )
         if record.scores.get("reward", 0.0) >= 1.0:
@@ -130,7 +131,7 @@ def turn_examples(episode: Episode) -> list[Example]:
     return [Example(seen, said) for seen, said in episode.turns]
 
 
-def scoring_examples(episode: Episode, turn: int) -> list[Example]:
+def scoring_examples(episode: Episode, turn: int, answer_lead: str = "") -> list[Example]:
     """The two contexts in which a turn's memory is scored: answer from it alone, and from the transcript so far.
 
     Without them a small model's P_mem and P_full are noise.
@@ -138,7 +139,7 @@ def scoring_examples(episode: Episode, turn: int) -> list[Example]:
     Args:
         turn: counted from 1.
     """
-    answer = f"{episode.gold_answer}</answer>"
+    answer = f"{answer_lead}{episode.gold_answer}</answer>"
     steps = [
         step_text(said, information)
         for (_, said), information in zip(

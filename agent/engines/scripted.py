@@ -88,6 +88,7 @@ class Expert:
         task: with ``chain`` in its metadata as `envs.tasks.factbook` builds it, or ``chains``, one each.
         rng: draws the habits.
         think: write a short thought before each action.
+        answer_lead: written before the answer; a space spells its first word as it is spelt inside a text.
 
     Raises:
         UserError: the task carries no chain.
@@ -100,7 +101,9 @@ class Expert:
         habits: Habits = Habits(),
         call_style: CallStyle = "search",
         think: bool = False,
+        answer_lead: str = "",
     ) -> None:
+        self._answer_lead = answer_lead
         chains = task.metadata.get("chains") or [task.metadata.get("chain")]
         if not all(chains) or len(chains) != len(task.questions):
             raise UserError(
@@ -128,7 +131,8 @@ class Expert:
         turns_left = info.get("turns_left")
         if current is None or (turns_left is not None and turns_left <= 1):
             thought = "<think>everything is found</think>" if self._think else ""
-            return f"{memory}{thought}<answer>{'; '.join(map(self._answer, self._objectives))}</answer>"
+            answers = "; ".join(map(self._answer, self._objectives))
+            return f"{memory}{thought}<answer>{self._answer_lead}{answers}</answer>"
         current.tried = True
         query = str(current.chain[current.hop]["query"])
         thought = f"<think>next: {query}</think>" if self._think else ""

@@ -38,7 +38,8 @@ def make_passage(fact: Fact, min_words: int, max_words: int, banned: frozenset[s
             sentence = f"{label}: {filler}" if label else filler[0].upper() + filler[1:]
             text += f" {sentence}."
             length += len(sentence.split())
-    return Passage(passage_id(fact), fact.country.name, text)
+    # Without quotation marks a name is spelt in the passage as it will be in a memory or an answer.
+    return Passage(passage_id(fact), fact.country.name, text.replace('"', ""))
 
 
 def single_hop(fact: Fact, profile: str) -> Task:
