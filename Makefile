@@ -9,7 +9,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup train bench test lint cold-start results clean
+.PHONY: help setup train bench test lint cold-start ablation ablation-short results clean
 
 help:
 	@echo "make train       set up, train the default recipe (about 10 minutes on 2 cores), show the result"
@@ -17,6 +17,7 @@ help:
 	@echo "make bench       score the newest run on the embedded held-out benchmarks"
 	@echo "make cold-start  rebuild the cold-start model that comes with the package"
 	@echo "make results     the figures of docs/results.md: 3 seeds and the good-habit reference"
+	@echo "make ablation    every algorithm of the family, 5 paired seeds (hours); make ablation-short: one short seed each"
 	@echo "Arguments go through ARGS, e.g. make train ARGS='--seed 1 --set steps=40'"
 
 setup: $(STAMP)
@@ -45,6 +46,12 @@ test: lint
 
 cold-start: setup
 	$(BIN)/python -m trainer.cold_start $(ARGS)
+
+ablation: setup
+	$(BIN)/python -m benchmarks.ablation $(ARGS)
+
+ablation-short: setup
+	$(BIN)/python -m benchmarks.ablation --seeds 0 --runs runs/ablation-short --set steps=12 $(ARGS)
 
 results: setup
 	$(BIN)/python -m benchmarks.results $(ARGS)

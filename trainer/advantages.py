@@ -33,16 +33,19 @@ def outcome_advantages(
         scale: ``std`` divides by the standard deviation, ``none`` does not (Dr.GRPO, RLOO).
         std: ``sample`` (n - 1) or ``population`` (n).
         eps: added to the standard deviation.
-        baseline: the group's ``mean``, or ``leave_one_out``, the mean of the others (RLOO).
+        baseline: the group's ``mean``, ``leave_one_out``, the mean of the others (RLOO), or ``none``: the reward
+            itself, unscaled (with rewards of 0 and 1: imitation of the right rollouts).
 
     Returns:
-        As many numbers as rewards; exactly 0 for equal rewards and for a lone scored trajectory.
+        As many numbers as rewards; exactly 0 for equal rewards and for a lone scored trajectory (with a baseline).
 
     Raises:
         ValueError: a reward is infinite, or a setting is unknown.
     """
     _check(scale, ("std", "none"), "scale")
-    _check(baseline, ("mean", "leave_one_out"), "baseline")
+    _check(baseline, ("mean", "leave_one_out", "none"), "baseline")
+    if baseline == "none":
+        return [0.0 if math.isnan(reward) else float(reward) for reward in rewards]
     known = [index for index, reward in enumerate(rewards) if not math.isnan(reward)]
     values = _standardise([rewards[index] for index in known], scale, std, eps, baseline == "leave_one_out")
     advantages = [0.0] * len(rewards)

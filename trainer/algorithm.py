@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Scale = Literal["std", "none"]
 StdKind = Literal["sample", "population"]
-OutcomeBaseline = Literal["mean", "leave_one_out"]
+OutcomeBaseline = Literal["mean", "leave_one_out", "none"]
 MemoryBaseline = Literal["full", "none", "previous"]
 MemoryPool = Literal["group", "turn"]
 KlKind = Literal["k1", "k2", "k3"]
@@ -34,7 +34,7 @@ class AlgorithmConfig(Settings):
     alpha: float = Field(default=1.0, ge=0)
     """Weight of the memory advantage on the tokens of a memory block (paper: 1; 0 is GRPO)."""
     outcome_baseline: OutcomeBaseline = "mean"
-    """What is subtracted from a reward: the group's mean (paper), or the mean of the others (RLOO)."""
+    """Subtracted from a reward: the group's mean (paper), the others' mean (RLOO), or nothing (imitate what was right)."""
     outcome_scale: Scale = "std"
     """Divide by the group's standard deviation (paper), or not (Dr.GRPO, RLOO)."""
     memory_baseline: MemoryBaseline = "full"
@@ -60,6 +60,8 @@ class AlgorithmConfig(Settings):
 
     @model_validator(mode="after")
     def _no_setting_without_effect(self) -> AlgorithmConfig:
+        if self.outcome_baseline == "none" and self.outcome_scale == "std":
+            raise ValueError("outcome_baseline = 'none' needs outcome_scale = 'none': there is nothing to centre")
         if self.memory_min_pool > 1 and self.memory_pool == "group":
             raise ValueError("memory_min_pool has an effect only with memory_pool = 'turn'")
         if self.advantage == "critic" and self.separate_memory_loss:

@@ -26,6 +26,11 @@ def test_two_rewards_under_each_scale():
     assert outcome_advantages([0, 1], scale="none") == [-0.5, 0.5]
 
 
+def test_without_a_baseline_the_advantage_is_the_reward():
+    assert outcome_advantages([1, 0, math.nan, 1], scale="none", baseline="none") == [1.0, 0.0, 0.0, 1.0]
+    assert outcome_advantages([1.0], scale="none", baseline="none") == [1.0]
+
+
 def test_eps_is_added_to_the_standard_deviation():
     # Sample std of [0, 1] is 0.70711; 0.5 / (0.70711 + 0.29289) = 0.5.
     assert outcome_advantages([0, 1], eps=1 - ROOT_HALF) == pytest.approx([-0.5, 0.5])

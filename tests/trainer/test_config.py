@@ -33,6 +33,7 @@ def test_recipes_reach_their_algorithms() -> None:
         "mempo-turn": dict(memory_pool="turn", alpha=1.0),
         "two-loss": dict(separate_memory_loss=True),
         "ppo": dict(advantage="critic"),
+        "imitation": dict(alpha=0.0, outcome_baseline="none", outcome_scale="none"),
         "qwen2.5-7b-mempo": dict(alpha=1.0, memory_pool="group", memory_baseline="full"),
     }
     for name, settings in expected.items():

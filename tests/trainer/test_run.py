@@ -121,7 +121,19 @@ def test_the_final_table_and_the_first_policy_come_from_the_same_questions(four_
 
 
 @pytest.mark.parametrize(
-    "recipe", ["grpo", "dr-grpo", "dapo", "gspo", "rloo", "mempo-previous", "mempo-turn", "two-loss", "ppo"]
+    "recipe",
+    [
+        "grpo",
+        "dr-grpo",
+        "dapo",
+        "gspo",
+        "rloo",
+        "mempo-previous",
+        "mempo-turn",
+        "two-loss",
+        "imitation",
+        "ppo",
+    ],
 )
 def test_every_recipe_trains_a_step(recipe: str, tmp_path: Path) -> None:
     run.run_folder(small("steps=1", "evaluation.tasks=''", recipe=recipe), tmp_path / recipe)
