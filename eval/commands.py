@@ -12,8 +12,9 @@ from typing import Any
 from envs.errors import UserError
 from eval import benchmarks as registry
 from eval.benchmarks import OBJECTIVES, Benchmark
+from eval.chat import Endpoint
 from eval.session import Settings
-from eval.subjects import ScriptedSubject, Subject, local_model, newest_run
+from eval.subjects import EndpointSubject, Manner, ScriptedSubject, Subject, local_model, newest_run
 
 
 def add_subject_options(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +27,12 @@ def add_subject_options(parser: argparse.ArgumentParser) -> None:
         "--run", type=Path, metavar="FOLDER", help="a training run: its model and its cold start"
     )
     who.add_argument("--player", metavar="NAME", help="a scripted player: expert or random")
+    who.add_argument(
+        "--endpoint",
+        metavar="URL",
+        help="OpenAI-compatible address (http://host:port/v1; key: OPENAI_API_KEY)",
+    )
+    who.add_argument("--endpoint-model", metavar="NAME", help="the model's name at the endpoint")
     who.add_argument("--name", help="how tables call the model (default: the folder's name)")
     who.add_argument("--device", default="cpu", help="cpu, cuda, ... (default: cpu)")
     how = parser.add_argument_group("how it is asked (default: as in its training run, else as stated)")
@@ -39,6 +46,9 @@ def add_subject_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--no-tools", action="store_true", help="one turn, from what the model knows")
     how.add_argument(
         "--memory", default="keep", help="keep, blank, or swap with another episode's (default: keep)"
+    )
+    how.add_argument(
+        "--memory-scores", action="store_true", help="score each memory (P_mem, P_full) with the model itself"
     )
     how.add_argument(
         "--env-arg", action="append", default=[], metavar="KEY=VALUE", help="argument of the environment"
@@ -83,28 +93,34 @@ def subjects(options: argparse.Namespace) -> list[tuple[Subject, Path]]:
     Raises:
         UserError: options that exclude each other, no run, no model.
     """
-    chosen = [flag for flag in ("model", "run", "player") if getattr(options, flag) is not None]
+    chosen = [flag for flag in ("model", "run", "player", "endpoint") if getattr(options, flag) is not None]
     if len(chosen) > 1:
         raise UserError(f"--{chosen[0]} and --{chosen[1]} name two different things to evaluate; give one")
     if options.player is not None:
         return [(ScriptedSubject(options.player), options.runs / "eval")]
-    manner = {
+    manner: dict[str, Any] = {
         "style": options.prompt,
         "call_style": options.call_style,
         "max_new_tokens": options.max_new_tokens,
         "max_prompt_tokens": options.max_prompt_tokens,
         "tools": False if options.no_tools else None,
     }
+    if options.endpoint is not None:
+        if options.endpoint_model is None:
+            raise UserError("--endpoint needs --endpoint-model: the model's name there")
+        endpoint = Endpoint(options.endpoint, options.endpoint_model, concurrency=options.concurrency)
+        given = Manner(**{key: value for key, value in manner.items() if value is not None})
+        return [(EndpointSubject(endpoint, given, options.name), options.runs / "eval")]
+    manner |= {"device": options.device, "memory_scores": options.memory_scores}
     if options.model is not None:
-        model = local_model(options.model, name=options.name, device=options.device, **manner)
-        return [(model, options.runs / "eval")]
+        return [(local_model(options.model, name=options.name, **manner), options.runs / "eval")]
     run = training_run(options)
     if options.out is not None:
         raise UserError(
             "--out names one run folder, but a training run has two models; name one with --model"
         )
     return [
-        (local_model(str(run / folder), name=name, device=options.device, **manner), run / "eval")
+        (local_model(str(run / folder), name=name, **manner), run / "eval")
         for folder, name in (("cold_start", "cold start"), ("model", "trained"))
         if (run / folder).is_dir()
     ]
@@ -148,6 +164,8 @@ def default_benchmarks(options: argparse.Namespace) -> list[Benchmark]:
     """The embedded held-out benchmarks: those of the world that the model was trained in."""
     world = "factbook"
     folder = Path(options.model).parent if options.model is not None else None
+    if options.endpoint is not None:
+        return [registry.get(f"{world}-{k}") for k in OBJECTIVES]
     if options.model is None and options.player is None:
         folder = training_run(options)
     if options.player is not None:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import gymnasium as gym
 
 from agent.engines.base import Engine
 from agent.engines.scripted import ScriptedPlayer
+from agent.memory_score import MemoryScore
 from agent.prompts import PromptBuilder
-from agent.rollout import EpisodeError, Sampling, SeedKey, play_episode
+from agent.rollout import EpisodeError, Limits, Sampling, SeedKey, play_episode
 from agent.seeds import derive
+from agent.trajectory import Trajectory
 from envs.grammar import parse_turn
 from envs.tasks.task import Task
 from eval.episode import Sample, TurnRecord, from_trajectory, task_tags
+
+ScoreMemories = Callable[[Task, Trajectory], Sequence[MemoryScore]]
+"""P_mem and P_full of each turn of a trajectory."""
 
 
 class EnginePlayer:
@@ -28,6 +33,8 @@ class EnginePlayer:
         sampling: temperature and lengths of a turn.
         name: how tables call it.
         identity: what else decides its results, such as a hash of the weights.
+        limits: of time.
+        score: P_mem and P_full of each turn of a trajectory; None leaves them out.
     """
 
     def __init__(
@@ -37,8 +44,11 @@ class EnginePlayer:
         sampling: Sampling,
         name: str = "model",
         identity: Mapping[str, Any] | None = None,
+        limits: Limits | None = None,
+        score: ScoreMemories | None = None,
     ) -> None:
         self._engine, self._prompts, self._sampling = engine, prompts, sampling
+        self._limits, self._score = limits or Limits(), score
         self._identity = {
             "name": name,
             "kind": "model",
@@ -59,8 +69,17 @@ class EnginePlayer:
             sampling=self._sampling,
             sample=sample,
             task=task,
+            limits=self._limits,
         )
-        return from_trajectory(task, sample, trajectory, self._count)
+        record = from_trajectory(task, sample, trajectory, self._count)
+        if self._score is None or not record.turns:
+            return record
+        scores = self._score(task, trajectory)
+        turns = (
+            replace(turn, p_mem=each.p_mem, p_full=each.p_full)
+            for turn, each in zip(record.turns, scores, strict=True)
+        )
+        return replace(record, turns=tuple(turns))
 
     def _count(self, text: str) -> int:
         return len(self._prompts.tokenizer.encode(text, add_special_tokens=False))

@@ -9,21 +9,28 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from agent.engines.base import Engine
 from agent.engines.local import LocalEngine
 from agent.engines.scripted import Expert, Habits, RandomPlayer
+from agent.memory_score import MemoryScore, MemoryScorer
 from agent.models import LoadedModel, load_model
 from agent.prompts import PromptBuilder, system_prompt
-from agent.rollout import Sampling
+from agent.rollout import Limits, Sampling
 from agent.seeds import derive
+from agent.trajectory import Group, Trajectory
 from envs.errors import UserError, did_you_mean
 from envs.registry import make
-from eval.players import EnginePlayer, TextPlayer
+from envs.tasks import Task
+from eval.chat import ChatPlayer, Endpoint
+from eval.players import EnginePlayer, ScoreMemories, TextPlayer
 from eval.runner import Player
 
 _OF_THE_BENCHMARK = ("tasks", "retriever", "objectives", "reward", "max_turns")
 SCRIPTED = ("expert", "random")
+SEARCH_SECONDS = 120.0
+"""How long a search over a network may take before the attempt counts as failed."""
 
 DIRECT = """\
 Answer the question from what you know, as short as possible:
@@ -69,35 +76,94 @@ class Manner:
 
 
 class ModelSubject:
-    """A model behind an engine."""
+    """A model behind an engine.
 
-    def __init__(self, name: str, engine: Engine, tokenizer: Any, fingerprint: str, manner: Manner) -> None:
+    Args:
+        model: in this process, for the scores of its memories; None leaves them out.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        tokenizer: Any,
+        fingerprint: str,
+        manner: Manner,
+        model: torch.nn.Module | None = None,
+    ) -> None:
         self.name, self._engine, self._tokenizer = name, engine, tokenizer
-        self._fingerprint, self._manner = fingerprint, manner
-        self.interface: Mapping[str, Any] = (
-            dict(manner.interface) if manner.tools else {**manner.interface, "max_turns": 1}
-        )
+        self._fingerprint, self._manner, self._model = fingerprint, manner, model
+        self.interface: Mapping[str, Any] = _interface(manner)
 
     @classmethod
-    def local(cls, loaded: LoadedModel, manner: Manner, name: str | None = None) -> ModelSubject:
-        """A model in this process."""
+    def local(
+        cls, loaded: LoadedModel, manner: Manner, name: str | None = None, memory_scores: bool = False
+    ) -> ModelSubject:
+        """A model in this process; with ``memory_scores`` each memory gets its P_mem and P_full."""
         engine = LocalEngine(loaded.model, loaded.tokenizer)
-        return cls(name or loaded.name, engine, loaded.tokenizer, loaded.fingerprint, manner)
+        model = loaded.model if memory_scores else None
+        return cls(name or loaded.name, engine, loaded.tokenizer, loaded.fingerprint, manner, model)
 
     def identity(self) -> dict[str, Any]:
-        return {"name": self.name, "kind": "model", "weights": self._fingerprint, "tools": self._manner.tools}
+        found = {
+            "name": self.name,
+            "kind": "model",
+            "weights": self._fingerprint,
+            "tools": self._manner.tools,
+        }
+        return found if self._model is None else {**found, "memory_scores": True}
 
     def player(self, env_id: str, env_kwargs: Mapping[str, Any], temperature: float) -> Player:
         manner = self._manner
-        rules = DIRECT
-        if manner.tools:
-            base: Any = make(env_id, **env_kwargs).unwrapped
-            rules = system_prompt(base.tool_help, manner.style, base.max_turns, manner.call_style)  # type: ignore[arg-type]
-        elif manner.style == "compact":
-            rules = ""
+        rules = rules_for(manner, env_id, env_kwargs)
         prompts = PromptBuilder(self._tokenizer, rules, max_prompt_tokens=manner.max_prompt_tokens)
         sampling = Sampling(temperature, manner.max_new_tokens)
-        return EnginePlayer(self._engine, prompts, sampling, self.name, {"weights": self._fingerprint})
+        identity = {"weights": self._fingerprint}
+        # A search over a network waits: in a thread it holds up nobody else.
+        waits = str(env_kwargs.get("retriever", "")).startswith(("http://", "https://"))
+        limits = Limits(step=SEARCH_SECONDS if waits else None)
+        score: ScoreMemories | None = None
+        if self._model is not None:
+            model, scorer = self._model, MemoryScorer(self._tokenizer, prompts=prompts)
+
+            def score(task: Task, trajectory: Trajectory) -> list[MemoryScore]:
+                return scorer.score(model, [Group(task, (trajectory,))])[0][0]
+
+        return EnginePlayer(self._engine, prompts, sampling, self.name, identity, limits, score)
+
+
+class EndpointSubject:
+    """A model behind an OpenAI-compatible endpoint."""
+
+    def __init__(self, endpoint: Endpoint, manner: Manner, name: str | None = None) -> None:
+        self.name = name or endpoint.model
+        self._endpoint, self._manner = endpoint, manner
+        self.interface: Mapping[str, Any] = _interface(manner)
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "kind": "endpoint",
+            "url": self._endpoint.url,
+            "model": self._endpoint.model,
+            "tools": self._manner.tools,
+        }
+
+    def player(self, env_id: str, env_kwargs: Mapping[str, Any], temperature: float) -> Player:
+        rules = rules_for(self._manner, env_id, env_kwargs)
+        return ChatPlayer(self._endpoint, rules, temperature, self._manner.max_new_tokens, self.name)
+
+
+def rules_for(manner: Manner, env_id: str, env_kwargs: Mapping[str, Any]) -> str:
+    """The system prompt for an environment."""
+    if not manner.tools:
+        return "" if manner.style == "compact" else DIRECT
+    base: Any = make(env_id, **env_kwargs).unwrapped
+    return system_prompt(base.tool_help, manner.style, base.max_turns, manner.call_style)  # type: ignore[arg-type]
+
+
+def _interface(manner: Manner) -> dict[str, Any]:
+    return dict(manner.interface) if manner.tools else {**manner.interface, "max_turns": 1}
 
 
 class ScriptedSubject:
@@ -122,7 +188,14 @@ def _rng(*key: int | str) -> np.random.Generator:
     return np.random.default_rng(derive(*key, "player"))
 
 
-def local_model(path: str, *, name: str | None = None, device: str = "cpu", **overrides: Any) -> ModelSubject:
+def local_model(
+    path: str,
+    *,
+    name: str | None = None,
+    device: str = "cpu",
+    memory_scores: bool = False,
+    **overrides: Any,
+) -> ModelSubject:
     """A model from a folder, GGUF file or hub id; asked as in its training run when it lies in one.
 
     Args:
@@ -137,7 +210,8 @@ def local_model(path: str, *, name: str | None = None, device: str = "cpu", **ov
     )
     interface = {**manner.interface, **(overrides.pop("interface", None) or {})}
     changed = {key: value for key, value in overrides.items() if value is not None}
-    return ModelSubject.local(loaded, Manner(**{**vars(manner), **changed, "interface": interface}), name)
+    manner = Manner(**{**vars(manner), **changed, "interface": interface})
+    return ModelSubject.local(loaded, manner, name, memory_scores)
 
 
 def training_manner(run: Path) -> Manner | None:
