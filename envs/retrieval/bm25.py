@@ -8,10 +8,6 @@ not returned.
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import tempfile
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -23,7 +19,8 @@ import numpy as np
 
 from envs.errors import UserError
 from envs.retrieval.base import Passage
-from envs.retrieval.corpus import MappedCorpus, file_digest, iterate_passages, line_starts
+from envs.retrieval.corpus import MappedCorpus, iterate_passages, line_starts
+from envs.retrieval.folders import kept_index
 from envs.retrieval.words import plain_word, query_words, raw_words
 
 FORMAT = 1
@@ -67,13 +64,12 @@ class Bm25Retriever:
             raise UserError(
                 f"corpus {path} does not exist (a file of JSON lines with id and contents is needed)"
             )
-        folder = path.with_name(path.name + ".bm25")
-        if not _is_current(folder, path):
-            if not _writable(folder.parent):
-                folder = _cache_folder(path)
-            if not _is_current(folder, path):
-                _build_folder(folder, path)
-        return cls._open(folder, path)
+
+        def build(folder: Path) -> None:
+            _build(iterate_passages(path), str(path)).save(folder, show_progress=False)
+            np.save(folder / "lines.npy", line_starts(path), allow_pickle=False)
+
+        return cls._open(kept_index(path, ".bm25", {"format": FORMAT}, build, "bm25"), path)
 
     @classmethod
     def _open(cls, folder: Path, path: Path) -> Bm25Retriever:
@@ -147,53 +143,3 @@ def _build(passages: Iterable[Passage], source: str) -> bm25s.BM25:
     index = bm25s.BM25(method="lucene", k1=1.5, b=0.75)
     index.index((ids, vocabulary), create_empty_token=False, show_progress=False)
     return index
-
-
-def _build_folder(folder: Path, path: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
-    try:
-        before = path.stat()
-        _build(iterate_passages(path), str(path)).save(aside, show_progress=False)
-        np.save(aside / "lines.npy", line_starts(path), allow_pickle=False)
-        about = {
-            "format": FORMAT,
-            "size": before.st_size,
-            "mtime_ns": before.st_mtime_ns,
-            "sha256": file_digest(path),
-        }
-        (aside / "about.json").write_text(json.dumps(about), encoding="utf-8")
-        aside.chmod(0o755)
-        # Another process may have been faster: what it put there is the same.
-        if not _is_current(folder, path):
-            if folder.exists():
-                shutil.rmtree(folder)
-            try:
-                aside.rename(folder)
-            except OSError:
-                if not _is_current(folder, path):
-                    raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _is_current(folder: Path, path: Path) -> bool:
-    """Whether the folder is the index of the file as it is now: by size and time, else by its content."""
-    try:
-        about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    now = path.stat()
-    if about.get("format") != FORMAT or about.get("size") != now.st_size:
-        return False
-    return bool(about.get("mtime_ns") == now.st_mtime_ns or about.get("sha256") == file_digest(path))
-
-
-def _cache_folder(path: Path) -> Path:
-    base = Path(os.environ.get("MEMPO_CACHE") or Path.home() / ".cache" / "mempo")
-    return base / "bm25" / f"{file_digest(path)[:16]}-{path.name}.bm25"
-
-
-def _writable(folder: Path) -> bool:
-    """Whether one may and should write there: root may anywhere, but a folder without write bits says no."""
-    return os.access(folder, os.W_OK) and bool(folder.stat().st_mode & 0o222)
