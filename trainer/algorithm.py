@@ -34,7 +34,7 @@ class AlgorithmConfig(Settings):
     alpha: float = Field(default=1.0, ge=0)
     """Weight of the memory advantage on the tokens of a memory block (paper: 1; 0 is GRPO)."""
     outcome_baseline: OutcomeBaseline = "mean"
-    """Subtracted from a reward: the group's mean (paper), the others' mean (RLOO), or nothing (imitate what was right)."""
+    """Subtracted from a reward: the group's mean (paper), the others' mean (RLOO), or nothing (imitation)."""
     outcome_scale: Scale = "std"
     """Divide by the group's standard deviation (paper), or not (Dr.GRPO, RLOO)."""
     memory_baseline: MemoryBaseline = "full"
@@ -61,7 +61,9 @@ class AlgorithmConfig(Settings):
     @model_validator(mode="after")
     def _no_setting_without_effect(self) -> AlgorithmConfig:
         if self.outcome_baseline == "none" and self.outcome_scale == "std":
-            raise ValueError("outcome_baseline = 'none' needs outcome_scale = 'none': there is nothing to centre")
+            raise ValueError(
+                "outcome_baseline = 'none' needs outcome_scale = 'none': there is nothing to centre"
+            )
         if self.memory_min_pool > 1 and self.memory_pool == "group":
             raise ValueError("memory_min_pool has an effect only with memory_pool = 'turn'")
         if self.advantage == "critic" and self.separate_memory_loss:

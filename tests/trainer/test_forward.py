@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+)
 
 from tests.trainer import toy
 from tests.trainer.test_packing import random_rows
@@ -180,6 +187,27 @@ def test_what_a_model_does_after_its_head_is_kept(make):
             [own[len(r.prompt_ids) - 1 + i, t].item() for i, t in picked], abs=1e-5
         )
         assert not torch.allclose(plain, logits[: len(plain)], atol=0.1)  # it does do something
+
+
+def test_packed_rows_keep_a_sliding_window():
+    """Gemma 3: windows of four tokens in most layers, within each row on its own."""
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        **_small(Gemma3TextConfig) | {"num_hidden_layers": 3},
+        head_dim=8,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )
+    model, rows = Gemma3ForCausalLM(config).eval(), random_rows(20)
+    assert Forward(model).agrees("packed") and not Forward(model).agrees("branches")
+    alone = logprobs(model, rows, budget=1)
+    for layout in ({"layout": "packed"}, {"layout": "padded"}):
+        for index, values in logprobs(model, rows, **layout).items():
+            assert values == pytest.approx(alone[index], abs=2e-4)
+    config.layer_types = ["full_attention"] * 3
+    torch.manual_seed(0)
+    wide = logprobs(Gemma3ForCausalLM(config).eval(), rows, budget=1)
+    assert max(abs(a - b) for i in alone for a, b in zip(alone[i], wide[i], strict=True)) > 0.01
 
 
 def test_sliding_windows_do_not_share_prompts():

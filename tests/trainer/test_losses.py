@@ -6,6 +6,9 @@ import math
 import pytest
 import torch
 
+from tests.trainer.toy import row
+from trainer.algorithm import LearnerConfig
+from trainer.forward import TokenScores
 from trainer.losses import (
     Denominators,
     aggregation_weights,
@@ -14,6 +17,9 @@ from trainer.losses import (
     kl_penalty,
     value_loss,
 )
+from trainer.metrics import UpdateMetrics
+from trainer.objective import Experience, objective
+from trainer.row import flatten
 
 DOUBLE = torch.float64
 
@@ -194,6 +200,26 @@ def test_weights_of_one_turn_against_four():
     assert [by_trajectory[:10].sum().item(), by_trajectory[10:].sum().item()] == pytest.approx([0.5, 0.5])
     constant = aggregation_weights("constant", lengths, denominators, constant_length=100, dtype=DOUBLE)
     assert [constant[:10].sum().item(), constant[10:].sum().item()] == pytest.approx([0.05, 0.2])
+
+
+@pytest.mark.parametrize("aggregation", ["token", "trajectory", "constant"])
+def test_every_tensor_stays_on_the_devices_of_its_inputs(aggregation):
+    """The meta device refuses to mix with the CPU as an accelerator does."""
+    there = torch.device("meta")
+    rows = [row([1], [2, 3])]
+    flat = flatten(rows)
+    experience = Experience(rows, flat, flat.advantages, flat.engine_logprobs, flat.engine_logprobs)
+    logprobs = torch.empty(2, device=there, requires_grad=True)
+    config = LearnerConfig(
+        aggregation=aggregation,
+        constant_length=5 if aggregation == "constant" else None,
+        old_logprobs="recomputed",
+        importance_cap=2.0,
+        entropy_coef=0.1,
+    )
+    scores = TokenScores(logprobs, torch.empty(2, device=there))
+    loss = objective(scores, experience, torch.arange(2), Denominators(2, 1), config, UpdateMetrics())
+    assert loss.device == there and loss.shape == ()
 
 
 def test_aggregation_refuses_what_it_cannot_do():

@@ -120,6 +120,9 @@ def check(
     learner = Learner(model, config, reference=toy.qwen(9) if config.kl_coef else None, seed=3)
     recorder = Recorder(monkeypatch, learner)
     metrics = learner.update(rows)
+    if layout == "shared":  # and did not fall back
+        alone = sum(row.length for row in rows) * 2
+        assert learner._policy.agrees("branches") and metrics["computed_tokens"] < alone
 
     kept = [questions[index] for index in report.kept]
     batches = mini_batches(kept, seed=3, epochs=2, size=2)

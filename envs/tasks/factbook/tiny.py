@@ -28,7 +28,7 @@ _TOO_HARD = frozenset({"airports", "coastline", "area"})
 def build_tiny(seed: int) -> World:
     dropped: Counter[str] = Counter()
     countries = _distinct_countries(load_countries(), dropped)
-    relations = [relation for relation in TINY_RELATIONS if relation.key not in _TOO_HARD]
+    relations = tuple(relation for relation in TINY_RELATIONS if relation.key not in _TOO_HARD)
     read = [fact for country in countries for fact in read_facts(country, relations)]
     shared = Counter((fact.relation.key, fact.answer.lower()) for fact in read)
     facts = [fact for fact in read if _keep_fact(fact, shared, dropped)]
