@@ -1,4 +1,15 @@
-"""Search behind one protocol: BM25 over the embedded world or a corpus file, or a server over HTTP."""
+"""Search behind one protocol: BM25 or vectors over the embedded world or a corpus file, a server over HTTP, the web.
+
+Texts that `load_retriever` takes:
+
+==============================  ====================================================================================
+``factbook``, ``factbook-tiny`` BM25 over an embedded corpus
+``PATH``                        BM25 over a corpus file; see `envs.retrieval.bm25`
+``dense:CORPUS?model=MODEL``    vectors over a corpus file or an embedded corpus; see `envs.retrieval.dense`
+``http://HOST:PORT/retrieve``   a retrieval server; see `envs.retrieval.http`, and `envs.retrieval.server` for ours
+``web:brave``, ``web:serper``   a web search API, its key from the environment; see `envs.retrieval.web`
+==============================  ====================================================================================
+"""
 
 from __future__ import annotations
 
@@ -26,7 +37,7 @@ def load_retriever(source: str) -> Retriever:
 
     Args:
         source: ``factbook`` or ``factbook-tiny`` (embedded), the path of a corpus file (BM25), or the address of a
-            server (``http://host:8000/retrieve``).
+            server (``http://host:8000/retrieve``), ``dense:CORPUS?model=MODEL``, ``web:brave`` or ``web:serper``.
 
     Raises:
         UserError: none of these, or a malformed file.
@@ -35,13 +46,17 @@ def load_retriever(source: str) -> Retriever:
         return _embedded(source)
     if source.startswith(("http://", "https://")):
         return _from_server(source)
+    if source.startswith("dense:"):
+        return _dense(source.removeprefix("dense:"))
+    if source.startswith("web:"):
+        return _web(source.removeprefix("web:"))
     path = Path(source)
     if not path.is_file():
         if path.suffix in (".jsonl", ".json"):
             raise UserError(f"corpus file {source} does not exist")
         raise UserError(
             f"unknown retriever {source!r}{did_you_mean(source, EMBEDDED)} "
-            f"(embedded: {', '.join(EMBEDDED)}; or the path of a corpus file, or an http address)"
+            f"(embedded: {', '.join(EMBEDDED)}; or the path of a corpus file, an http address, dense:CORPUS?model=MODEL, web:PROVIDER)"
         )
     state = path.stat()
     return _from_file(str(path), state.st_mtime_ns, state.st_size)
@@ -61,6 +76,20 @@ def _from_server(source: str) -> Retriever:
     from envs.retrieval.http import HttpRetriever
 
     return HttpRetriever(source)
+
+
+@lru_cache(maxsize=4)
+def _dense(source: str) -> Retriever:
+    from envs.retrieval.dense import from_source
+
+    return from_source(source)
+
+
+@lru_cache(maxsize=4)
+def _web(name: str) -> Retriever:
+    from envs.retrieval.web import WebRetriever
+
+    return WebRetriever(name)
 
 
 @lru_cache(maxsize=16)
