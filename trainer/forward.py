@@ -20,8 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from trainer.packing import MicroBatch, micro_batches
 from trainer.row import Row
 
-# Above so many logits (float32: 64 MiB) a chunk's logits are computed again in the backward pass.
+# Logits of one chunk (float32: 64 MiB); more than that are computed again in the backward pass. An
+# accelerator needs larger chunks to be busy.
 _KEPT_LOGITS = 2**24
+_KEPT_LOGITS_ACCELERATOR = 2**27
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,8 @@ class Forward:
         head = self._plain.get_output_embeddings()
         vocabulary = head.weight.shape[0]
         hidden = hidden.to(head.weight.dtype)
-        size = max(1, _KEPT_LOGITS // vocabulary)
+        kept = _KEPT_LOGITS if hidden.device.type == "cpu" else _KEPT_LOGITS_ACCELERATOR
+        size = max(1, kept // vocabulary)
         if hidden.shape[0] <= size:
             return self._score(self._capped(head(hidden)), targets, entropy)
 

@@ -167,14 +167,14 @@ def aggregation_weights(
         ValueError: unknown kind, or no constant_length where one is needed.
     """
     if kind == "token":
-        return torch.full(trajectory_tokens.shape, 1.0 / max(denominators.tokens, 1), dtype=dtype)
+        return torch.full_like(trajectory_tokens, 1.0 / max(denominators.tokens, 1), dtype=dtype)
     if kind == "trajectory":
         return 1.0 / (trajectory_tokens.to(dtype) * max(denominators.trajectories, 1))
     if kind == "constant":
         if constant_length is None:
             raise ValueError("aggregation 'constant' needs constant_length")
         total = max(denominators.trajectories, 1) * constant_length
-        return torch.full(trajectory_tokens.shape, 1.0 / total, dtype=dtype)
+        return torch.full_like(trajectory_tokens, 1.0 / total, dtype=dtype)
     raise ValueError(f"aggregation is {kind!r}; one of token, trajectory, constant is needed")
 
 

@@ -49,7 +49,8 @@ def attach_lora(model: Any, config: LoraConfig, seed: int = 0) -> Any:
         target_modules=targets,
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng():
+    device = next(model.parameters()).device
+    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
         torch.manual_seed(seed)
         return peft.get_peft_model(model, settings)
 
