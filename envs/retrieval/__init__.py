@@ -56,7 +56,8 @@ def load_retriever(source: str) -> Retriever:
             raise UserError(f"corpus file {source} does not exist")
         raise UserError(
             f"unknown retriever {source!r}{did_you_mean(source, EMBEDDED)} "
-            f"(embedded: {', '.join(EMBEDDED)}; or the path of a corpus file, an http address, dense:CORPUS?model=MODEL, web:PROVIDER)"
+            f"(embedded: {', '.join(EMBEDDED)}; or the path of a corpus file, an http address, "
+            "dense:CORPUS?model=MODEL, web:PROVIDER)"
         )
     state = path.stat()
     return _from_file(str(path), state.st_mtime_ns, state.st_size)

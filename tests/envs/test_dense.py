@@ -98,9 +98,8 @@ def test_long_and_broken_texts(encoder: Encoder) -> None:
     long, longer = encoder.encode_queries(["word " * 600, "word " * 6000])
     np.testing.assert_array_equal(long, longer)
     cut = Encoder(MODEL, query_prefix="", max_tokens=8)
-    np.testing.assert_array_equal(
-        *cut.encode_queries(["one two three four five six seven", "one two three four five six eight"])
-    )
+    one, other = cut.encode_queries(["a b c d e f seven", "a b c d e f eight"])
+    np.testing.assert_array_equal(one, other)
     lone, replaced = encoder.encode_queries(["a \ud800 b", "a \ufffd b"])
     np.testing.assert_array_equal(lone, replaced)
 
@@ -207,7 +206,7 @@ def test_fingerprints_are_of_weights_not_of_places(encoder: Encoder, tmp_path: P
     assert Encoder(tmp_path / "model").fingerprint == encoder.fingerprint
     weights = tmp_path / "model" / "model.safetensors"
     changed = bytearray(weights.read_bytes())
-    changed[-5] ^= 1
+    changed[len(changed) // 2] ^= 1
     weights.write_bytes(changed)
     assert Encoder(tmp_path / "model").fingerprint != encoder.fingerprint
 
