@@ -13,6 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -149,7 +150,7 @@ def _load(
     extra = {"gguf_file": gguf_file} if gguf_file else {}
     try:
         tokenizer = _load_tokenizer(source, extra)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype,
             trust_remote_code=False,
@@ -161,8 +162,22 @@ def _load(
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"model {name!r} cannot be loaded: {reason}") from error
-    model.to(torch.device(device))  # type: ignore[arg-type]
-    return LoadedModel(model.eval(), tokenizer, name)
+    if gguf_file:
+        _plain(model)
+    model.to(torch.device(device))
+    model.eval()
+    return LoadedModel(model, tokenizer, name)
+
+
+def _plain(model: Any) -> None:
+    """A GGUF file is dequantised when it is read; what still calls it quantised would forbid to save it."""
+    model.hf_quantizer = None
+    model.is_quantized = False
+    for attribute in ("quantization_method", "_is_quantized_training_enabled"):
+        if hasattr(model, attribute):
+            setattr(model, attribute, None)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
 
 
 def _load_tokenizer(source: str, extra: dict[str, str]) -> PreTrainedTokenizerBase:
@@ -175,5 +190,8 @@ def _load_tokenizer(source: str, extra: dict[str, str]) -> PreTrainedTokenizerBa
     if not extra and config.is_file():
         declared = json.loads(config.read_text(encoding="utf-8")).get("tokenizer_class")
         if declared in _AS_SAVED and (Path(source) / "tokenizer.json").is_file():
-            return PreTrainedTokenizerFast.from_pretrained(source)
-    return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **extra)
+            kind: Any = PreTrainedTokenizerFast
+            saved: PreTrainedTokenizerBase = kind.from_pretrained(source)
+            return saved
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **extra)
+    return found
