@@ -83,14 +83,16 @@ def run_folder(
 
     with _timed(seconds, "cold_start"):
         policy = _cold_start(config, folder, console)
-    run = assemble(config, policy, folder, console)
+    checkpoints = CheckpointStore(folder / "checkpoints", config.output.keep)
+    done = checkpoints.load().step if resumed and checkpoints.latest() is not None else 0
+    run = assemble(config, policy, folder, console, done)
     engine = run.engine
     with _timed(seconds, "evaluate_cold_start"):
         cold_path = folder / "cold_start.json"
         if not (resumed and cold_path.is_file()):
             _write_json(cold_path, _table(run, "cold start"))
         cold = json.loads(cold_path.read_text(encoding="utf-8"))
-    if resumed and run.checkpoints.latest() is not None:
+    if done:
         go_on(run)
         engine.load_weights(run.learner.model, max(run.steps_done, engine.weight_version + 1))
         console.print(f"resumed after step {run.steps_done}", highlight=False)
@@ -122,8 +124,10 @@ def run_folder(
     return summary
 
 
-def assemble(config: RunConfig, policy: LoadedModel, folder: Path, console: Console) -> Run:
-    """Everything a run is made of, ready for its first step."""
+def assemble(
+    config: RunConfig, policy: LoadedModel, folder: Path, console: Console, steps_done: int = 0
+) -> Run:
+    """Everything a run is made of, ready for the step after ``steps_done`` (what later ones wrote is forgotten)."""
     questions = Questions(config.environment, config.seed)
     env = make(config.environment[0].id, **config.environment[0].kwargs)
     rules = system_prompt(
@@ -135,7 +139,13 @@ def assemble(config: RunConfig, policy: LoadedModel, folder: Path, console: Cons
     prompts = PromptBuilder(policy.tokenizer, rules, max_prompt_tokens=config.rollout.max_prompt_tokens)
     learner = Learner(policy.model, config.learner, seed=config.seed)
     engine = LocalEngine(learner.model, policy.tokenizer, max_batch=config.rollout.max_batch)
-    monitor = Monitor(folder, config.steps, tensorboard=config.output.tensorboard, console=console)
+    monitor = Monitor(
+        folder,
+        config.steps,
+        start_step=steps_done,
+        tensorboard=config.output.tensorboard,
+        console=console,
+    )
     return Run(
         config=config,
         questions=questions,
@@ -156,13 +166,6 @@ def go_on(run: Run) -> None:
     restore_rng(checkpoint.state["rng"])
     run.checkpoints.discard_after(checkpoint.step)
     run.steps_done = checkpoint.step
-    run.monitor = Monitor(
-        run.monitor.folder,
-        run.config.steps,
-        start_step=checkpoint.step,
-        tensorboard=run.config.output.tensorboard,
-        console=run.monitor.console,
-    )
 
 
 def show(summary: dict[str, Any], folder: Path, console: Console) -> None:
