@@ -44,9 +44,10 @@ def outcome_advantages(
     """
     _check(scale, ("std", "none"), "scale")
     _check(baseline, ("mean", "leave_one_out", "none"), "baseline")
+    known = [index for index, reward in enumerate(rewards) if not math.isnan(reward)]
+    _check_finite([rewards[index] for index in known])
     if baseline == "none":
         return [0.0 if math.isnan(reward) else float(reward) for reward in rewards]
-    known = [index for index, reward in enumerate(rewards) if not math.isnan(reward)]
     values = _standardise([rewards[index] for index in known], scale, std, eps, baseline == "leave_one_out")
     advantages = [0.0] * len(rewards)
     for index, value in zip(known, values, strict=True):
@@ -185,11 +186,7 @@ def _standardise(
     values: Sequence[float], scale: Scale, std: StdKind, eps: float, leave_one_out: bool
 ) -> list[float]:
     _check(std, ("sample", "population"), "std")
-    for value in values:
-        if not math.isfinite(value):
-            raise ValueError(
-                f"{value} is no reward or score: a finite number, or nan for 'not scored', is needed"
-            )
+    _check_finite(values)
     count = len(values)
     if count < 2 or max(values) - min(values) <= _EQUAL * max(abs(value) for value in values):
         return [0.0] * count
@@ -216,6 +213,14 @@ def _pools(
         else:
             pools.append(members)
     return pools
+
+
+def _check_finite(values: Sequence[float]) -> None:
+    for value in values:
+        if not math.isfinite(value):
+            raise ValueError(
+                f"{value} is no reward or score: a finite number, or nan for 'not scored', is needed"
+            )
 
 
 def _check(value: str, known: tuple[str, ...], name: str) -> None:

@@ -53,6 +53,8 @@ def loss(model, frozen, start, questions, **how):
         if how.get("leave_one_out"):
             n = len(outcomes)
             outcomes = [a * n / (n - 1) for a in outcomes]
+        if how.get("outcomes_as_they_are"):
+            outcomes = question.rewards
         memory = memory_signal(question, how)
         for outcome, turns in zip(outcomes, question.trajectories, strict=True):
             tokens = []

@@ -70,9 +70,16 @@ def test_nan_reward_is_left_out_and_gets_zero():
     assert outcome_advantages([math.nan, 1, 0]) == [0.0, *outcome_advantages([1, 0])]
 
 
-def test_infinite_rewards_are_refused():
+def test_without_a_baseline_the_reward_is_the_advantage():
+    """Imitation of what was right: no centring, so a lone right trajectory counts too."""
+    assert outcome_advantages([1, 0, math.nan, 1], baseline="none", scale="none") == [1, 0, 0, 1]
+    assert outcome_advantages([1.0], baseline="none", scale="none") == [1.0]
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "none"])
+def test_infinite_rewards_are_refused(baseline):
     with pytest.raises(ValueError, match="inf is no reward"):
-        outcome_advantages([math.inf, 0.0])
+        outcome_advantages([math.inf, 0.0], baseline=baseline)
 
 
 def test_unknown_settings_are_refused():

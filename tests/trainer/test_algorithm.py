@@ -29,6 +29,7 @@ def test_defaults_are_mempos():
         (AlgorithmConfig, {"advantage": "critic", "separate_memory_loss": True}, "advantage = 'group'"),
         (AlgorithmConfig, {"advantage": "critic", "drop_groups_without_signal": True}, "advantage = 'group'"),
         (AlgorithmConfig, {"separate_memory_loss": True, "alpha": 0.0}, "no memory loss left"),
+        (AlgorithmConfig, {"outcome_baseline": "none"}, "needs outcome_scale = 'none'"),
         (AlgorithmConfig, {"alhpa": 1.0}, "Extra inputs"),
         (AlgorithmConfig, {"alpha": -1.0}, "greater than or equal to 0"),
         (OptimizerConfig, {"schedule": "cosine"}, "needs total_steps"),
