@@ -8,9 +8,10 @@ old and reference log-probs are constants.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -144,9 +145,10 @@ class Learner:
         batches += [empty_micro_batch() for _ in range(least - len(batches))]
         for batch in batches:
             index = experience.flat.index([needed[row] for row in batch.rows])
-            scores = self._policy(batch, entropy=True)
-            loss = objective(scores, experience, index, denominators, self.config, metrics)
-            torch.autograd.backward(loss)
+            with _training(self.model, self.config.gradient_checkpointing):
+                scores = self._policy(batch, entropy=True)
+                loss = objective(scores, experience, index, denominators, self.config, metrics)
+                torch.autograd.backward(loss)
             metrics.computed(batch.tokens)
             if self.critic is not None:
                 targets = experience.value_targets(index)
@@ -272,7 +274,7 @@ class Learner:
 
 
 def _prepare(model: Any, config: LearnerConfig) -> None:
-    model.train(config.gradient_checkpointing)  # transformers checkpoints in training mode only
+    model.eval()
     if config.gradient_checkpointing:
         name = (
             "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
@@ -281,6 +283,17 @@ def _prepare(model: Any, config: LearnerConfig) -> None:
         enable(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
         if config.lora is not None:
             model.enable_input_require_grads()
+
+
+@contextlib.contextmanager
+def _training(model: Any, wanted: bool) -> Iterator[None]:
+    """Training mode, in which alone transformers checkpoints; generation and scoring share the model without
+    it."""
+    model.train(wanted)
+    try:
+        yield
+    finally:
+        model.eval()
 
 
 def _load_weights(optimizer: OptimizerSet, weights: dict[str, Tensor]) -> None:

@@ -145,6 +145,7 @@ def test_gradient_checkpointing_computes_twice_and_changes_nothing(lora):
         target = learner.model.get_base_model() if lora else learner.model
         target.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
         learner.update(rows)
+        assert not learner.model.training  # the engine generates with this very model
         return weights(learner), calls[0]
 
     (plain, once), (checkpointed, twice) = run(False), run(True)
