@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from rich.console import Console
 from rich.table import Table
 
@@ -50,6 +51,7 @@ FAILED, BAD_INPUT = 1, 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    transformers.utils.logging.disable_progress_bar()  # a run has its own
     try:
         folder, config, resumed = _choose(options)
         run_folder(config, folder, resumed)
