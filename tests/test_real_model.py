@@ -50,7 +50,8 @@ def test_a_whole_step_of_a_real_model_on_real_passages(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     data = ["--data", str(MULTIHOP / "train.jsonl"), "--corpus", str(corpus)]
     overrides = [part for value in SMALL for part in ("--set", value)]
-    assert run.main(["gemma3-270m", "--model", str(assemble(tmp_path / "gemma")), *data, *overrides, "--out", str(folder)]) == 0
+    model = ["--model", str(assemble(tmp_path / "gemma"))]
+    assert run.main(["gemma3-270m", *model, *data, *overrides, "--out", str(folder)]) == 0
 
     (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert row["tokens/prompt"] > 300  # real passages and the worked turns of the prompt
