@@ -33,11 +33,12 @@ def outcome_advantages(
         scale: ``std`` divides by the standard deviation, ``none`` does not (Dr.GRPO, RLOO).
         std: ``sample`` (n - 1) or ``population`` (n).
         eps: added to the standard deviation.
-        baseline: the group's ``mean``, ``leave_one_out``, the mean of the others (RLOO), or ``none``: the reward
-            itself, unscaled (with rewards of 0 and 1: imitation of the right rollouts).
+        baseline: the group's ``mean``, ``leave_one_out``, the mean of the others (RLOO), or ``none``: the
+            reward itself, unscaled (with rewards of 0 and 1: imitation of the right rollouts).
 
     Returns:
-        As many numbers as rewards; exactly 0 for equal rewards and for a lone scored trajectory (with a baseline).
+        As many numbers as rewards; exactly 0 for equal rewards and for a lone scored trajectory (with a
+        baseline).
 
     Raises:
         ValueError: a reward is infinite, or a setting is unknown.
