@@ -15,6 +15,7 @@ import httpx
 import stamina
 
 from envs.errors import UserError
+from envs.neutral import replace_surrogates
 from envs.retrieval.base import Passage, RetrievalError, split_contents
 
 Dialect = Literal["auto", "search-r1", "flat"]
@@ -73,7 +74,7 @@ class HttpRetriever:
     def search(self, queries: Sequence[str], topk: int) -> list[list[Passage]]:
         if topk < 1:
             raise UserError(f"topk is {topk}; at least 1 is needed")
-        asked = [query for query in queries if query.strip()]
+        asked = [replace_surrogates(query) for query in queries if query.strip()]
         found: list[list[Passage]] = []
         for start in range(0, len(asked), self._batch):
             found.extend(self._search(asked[start : start + self._batch], topk))
