@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
 
 import envs
@@ -69,3 +70,29 @@ def test_the_batched_space_is_a_tuple_of_ours() -> None:
         observations, *_ = vector.step(space.sample())
         assert observations in vector.observation_space
     vector.close()
+
+
+def random_play(id: str, mode: str, steps: int = 25) -> list[Any]:
+    """A random agent in three environments at once, from one seed: all that it saw."""
+    vector = gymnasium.make_vec(id, num_envs=3, vectorization_mode=mode, max_turns=4, **SETTINGS[mode])
+    vector.action_space.seed(11)
+    try:
+        record: list[Any] = [vector.reset(seed=12)]
+        for _ in range(steps):
+            record.append(vector.step(vector.action_space.sample()))
+            observations, rewards, terminated, truncated, _ = record[-1]
+            assert observations in vector.observation_space and np.isfinite(rewards).all()
+            assert not (terminated & truncated).any()
+        return record
+    finally:
+        vector.close()
+
+
+@pytest.mark.parametrize("id", envs.list_ids())
+def test_a_random_agent_steps_many_at_once(id: str) -> None:
+    record = random_play(id, "sync")
+    answered = sum(int(step[2].sum()) for step in record[1:])
+    cut_off = sum(int(step[3].sum()) for step in record[1:])
+    assert answered >= 3 and cut_off >= 3, "episodes end both ways, and begin anew"
+    assert len({observation for step in record for observation in step[0]}) > 10
+    assert repr(record) == repr(random_play(id, "async"))
