@@ -34,7 +34,7 @@ class Occupant(Protocol):
 
 def arena_widths(max_length: int) -> tuple[int, ...]:
     """Row lengths of the arenas: 64, 96, 128, 192, 256, ... up to the longest a request can be."""
-    widths = []
+    widths: list[int] = []
     for power in itertools.count(6):
         for width in (1 << power, 3 << (power - 1)):
             if width >= max_length:
