@@ -315,6 +315,19 @@ def test_the_model_is_left_as_it_was() -> None:
     assert not bool((model.transformer.wte.weight.grad == 0.5).all())
 
 
+def test_parts_in_another_mode_stay_in_it() -> None:
+    model = make("gpt2")
+    request = GenerationRequest((5, 6, 7), seed=7, max_new_tokens=10)
+    expected = LocalEngine(model, TOKENIZER).generate_all([request])
+    for training, part in ((True, False), (False, True)):
+        model.train(training)
+        model.transformer.h[0].train(part)
+        modes = [module.training for module in model.modules()]
+        assert True in modes and False in modes
+        assert LocalEngine(model, TOKENIZER).generate_all([request]) == expected
+        assert [module.training for module in model.modules()] == modes
+
+
 def test_a_finished_request_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of logits that are sampled from, over all steps: one for each token of each completion."""
     rows: list[int] = []
