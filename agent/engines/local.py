@@ -230,9 +230,10 @@ class LocalEngine:
 
     def _step(self) -> list[tuple[_Job, Completion]]:
         """Admit what waits, decode one token for all that are active; return what ended."""
-        training = self.model.training
-        if training:
-            self.model.eval()
+        # Module by module: a learner may keep a part of the model in eval mode while the rest trains.
+        training = [module for module in self.model.modules() if module.training]
+        for module in training:
+            module.training = False
         try:
             with torch.inference_mode():
                 if not self._checked:
@@ -242,8 +243,8 @@ class LocalEngine:
                 if any(self._cache.rows):
                     finished += self._decode()
         finally:
-            if training:
-                self.model.train()
+            for module in training:
+                module.training = True
         return finished
 
     def _check_model(self) -> None:
