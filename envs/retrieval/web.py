@@ -328,7 +328,7 @@ def _pause(headers: httpx.Headers) -> float | None:
     remaining = [part.strip() for part in headers.get("X-RateLimit-Remaining", "").split(",")]
     if not all(part.isdecimal() for part in resets):
         return None
-    if len(remaining) != len(resets):
+    if "X-RateLimit-Remaining" not in headers or len(remaining) != len(resets):
         return float(resets[0])
     return max(
         (float(reset) for reset, rest in zip(resets, remaining, strict=True) if rest == "0"), default=None
