@@ -126,7 +126,7 @@ class RolloutConfig(Section):
     """Tokens of one turn."""
     max_prompt_tokens: int | None = Field(default=None, ge=16)
     """Prompts are shortened to this; None: the model's window less `max_new_tokens`."""
-    engine: Literal["local", "sglang"] = "local"
+    engine: Literal["local"] = "local"
     """Where tokens come from."""
     max_batch: int = Field(default=512, ge=1)
     """Requests the local engine decodes at once."""
