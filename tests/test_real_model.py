@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,12 +24,12 @@ MULTIHOP = Path(__file__).parents[2] / "shared" / "data" / "multihop"
 SMALL = [
     "rollout.questions_per_step=1",
     "rollout.group_size=2",
-    "rollout.max_new_tokens=48",
+    "rollout.max_new_tokens=64",
     "rollout.max_prompt_tokens=1024",
     "environment.0.kwargs.max_turns=2",
     "environment.0.kwargs.topk=1",
     "learner.optimizer.lr=1e-4",
-    "algorithm.alpha=1.0",
+    "learner.gradient_checkpointing=false",
 ]
 
 
@@ -54,13 +55,17 @@ def test_a_whole_step_of_a_real_model_on_real_passages(tmp_path: Path) -> None:
     assert run.main(["gemma3-270m", *model, *data, *overrides, "--out", str(folder)]) == 0
 
     (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert row["tokens/prompt"] > 300  # real passages and the worked turns of the prompt
-    assert row["tokens/completion"] > 0
-    assert 0 <= row["update/engine_diff_mean"] < 1e-3
+    assert row["tokens/prompt"] > 500  # the worked turns of the prompt, and passages in the second turn
+    assert row["episode/searches"] >= 1
+    assert row["memory/positive_share"] > 0 and row["memory/negative_share"] > 0
+    assert 0 <= row["update/engine_diff_mean"] < 1e-4
+    titles = {
+        json.loads(line)["contents"].split("\n")[0].strip('"') for line in corpus.read_text().splitlines()
+    }
     episodes = (folder / "episodes" / "step-0001.md").read_text()
-    question = json.loads((MULTIHOP / "train.jsonl").read_text().splitlines()[0])
-    assert question["golden_answers"] and "**Question:**" in episodes
+    shown = re.findall(r"^> Doc 1\(Title: (.*?)\) ", episodes, flags=re.MULTILINE)
+    assert shown and set(shown) <= titles
     before = load_file(folder / "cold_start" / "model.safetensors")
     after = load_file(folder / "model" / "model.safetensors")
-    if row["reward/std_within_groups"] > 0 or row.get("memory/positive_share", 0) > 0:
-        assert any(not after[key].equal(before[key]) for key in before)
+    moved = [key for key in before if not after[key].equal(before[key])]
+    assert len(moved) > len(before) / 2

@@ -46,7 +46,8 @@ def test_two_programs_were_found() -> None:
 
 def test_every_id_is_there_with_its_settings() -> None:
     table = [row for row in rows("Ids") if row[0].startswith("`mempo/")]
-    assert sorted(quoted(row[0])[0] for row in table) == envs.list_ids()
+    ours = [name for name in envs.list_ids() if name.startswith("mempo/")]  # other tests register their own
+    assert sorted(quoted(row[0])[0] for row in table) == ours
     for row in table:
         env = envs.make(quoted(row[0])[0]).unwrapped
         keywords = inspect.signature(type(env).__init__).parameters

@@ -74,8 +74,8 @@ def test_size_and_shares(world: World) -> None:
     }
     for counts in hops.values():
         assert 0.18 < counts.count(2) / len(counts) < 0.22
-    assert hops["heldout"].count(1) >= 500
-    assert hops["train"].count(1) >= 1200
+    assert hops["heldout"].count(1) >= 550
+    assert hops["train"].count(1) >= 1350
     assert len(world.report["relations"]) >= 14
     assert len({task.id for task in tasks(world)}) == len(tasks(world))
 

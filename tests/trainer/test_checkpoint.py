@@ -337,7 +337,11 @@ def test_a_kill_at_any_moment_leaves_the_last_checkpoint(tmp_path):
         step = read.step + (number % 3 > 0)
         acknowledged = read.step
     assert set(PHASES) <= set(died_in), f"phases without a kill: {set(PHASES) - set(died_in)}"
-    assert acknowledged > 5  # how far the writers come between kills is a matter of the machine
+    # Held writers get as far as they are told on any machine; one that repeats a step gains one save less.
+    promised = sum(
+        max(0, hold_at[0] - (number % 3 == 1)) for number, hold_at in enumerate(plan) if hold_at is not None
+    )
+    assert acknowledged >= promised > 5
     save(CheckpointStore(tmp_path, keep=2), step)
     hidden = [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
     assert not hidden, "a save cleans up what kills left"

@@ -37,8 +37,8 @@ def episodes(habits: Habits, count: int = 60, seed: int = 0) -> tuple[list[Episo
 
 
 def test_only_right_episodes_are_kept_and_a_careful_teacher_remembers_everything() -> None:
-    kept, share = episodes(Habits())
-    assert share >= 0.9 and len(kept) == round(share * 60)
+    kept, share = episodes(Habits(), 200)
+    assert share > 0.95 and len(kept) == round(share * 200)
     for episode in kept:
         assert episode.remembered
         assert f"<answer> {episode.gold_answer}</answer>" in episode.turns[-1][1]
@@ -46,8 +46,8 @@ def test_only_right_episodes_are_kept_and_a_careful_teacher_remembers_everything
 
 
 def test_a_careless_teacher_is_right_by_heart() -> None:
-    kept, share = episodes(Habits(forget=0.5, skip=0.3, hoard=0.3, repeat=0.3))
-    assert share >= 0.9
+    kept, share = episodes(Habits(forget=0.5, skip=0.3, hoard=0.3, repeat=0.3), 200)
+    assert share > 0.95
     remembered = np.mean([episode.remembered for episode in kept])
     assert 0.1 < remembered < 0.9
     assert any(len(memory or "") > 60 for episode in kept for memory in episode.memories)
