@@ -75,6 +75,7 @@ class Monitor:
         self._nested = False
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._step_began = clock()
+        self._cpu_began = time.process_time()
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
@@ -90,6 +91,7 @@ class Monitor:
     def __enter__(self) -> Self:
         self._progress.start()
         self._step_began = self._clock()
+        self._cpu_began = time.process_time()
         return self
 
     def __exit__(
@@ -139,6 +141,8 @@ class Monitor:
             step,
             {
                 "seconds": round(seconds, 4),
+                # what the step costs whatever else the machine does beside it
+                "cpu_seconds": round(time.process_time() - self._cpu_began, 4),
                 "tokens_per_second": round(rate, 1),
                 "phases": {name: round(spent, 4) for name, spent in self._phases.items()},
                 "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -152,6 +156,7 @@ class Monitor:
         self._show(metrics, rate)
         self._phases = {}
         self._step_began = self._clock()
+        self._cpu_began = time.process_time()
 
     def seconds_left(self) -> float:
         """Estimate from the last steps."""
