@@ -12,15 +12,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
+
+import numpy as np
 
 from agent.engines.local import LocalEngine
 from agent.memory_score import MemoryScorer
@@ -65,7 +69,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(report(results))
     curves = {NAMES.get(arm, arm): [result["rows"] for result in results[arm]] for arm in options.arms}
     plot_arms(curves, CURVES, options.picture, "ablation on the embedded world")
+    timed = {NAMES.get(arm, arm): [by_seconds(result) for result in results[arm]] for arm in options.arms}
+    beside = options.picture.with_name(f"{options.picture.stem}-seconds{options.picture.suffix}")
+    plot_arms(timed, CURVES, beside, "the same runs against time", "seconds of one core")
     return 0
+
+
+def by_seconds(result: dict[str, Any], every: int = 10) -> list[dict[str, Any]]:
+    """A run's curves at full multiples of ``every`` seconds of training, interpolated between its steps.
+
+    The first point is the end of the first step, the last one before the run's end.
+    """
+    ends = list(accumulate(result["seconds"]))
+    points = range(math.ceil(ends[0] / every) * every, int(ends[-1]) + 1, every)
+    curves = {key: np.interp(points, ends, [row[key] for row in result["rows"]]) for key in CURVES}
+    return [
+        {"step": point, **{key: float(curve[number]) for key, curve in curves.items()}}
+        for number, point in enumerate(points)
+    ]
 
 
 def report(results: dict[str, list[dict[str, Any]]]) -> str:
@@ -82,7 +103,7 @@ def report(results: dict[str, list[dict[str, Any]]]) -> str:
         gains = [
             run["summary"]["trained"]["2"]["f1"] - run["summary"]["cold_start"]["2"]["f1"] for run in runs
         ]
-        minutes = [run["summary"]["seconds"]["train"] / 60 for run in runs]
+        minutes = [sum(run["seconds"]) / 60 for run in runs]
         four = [run["summary"]["trained"].get("4", {}).get("f1", float("nan")) for run in runs]
         lines.append(
             f"| {NAMES.get(arm, arm)} | {_spread(scores)} | {'-' if arm == 'tiny' else _spread(less)} "
@@ -90,7 +111,7 @@ def report(results: dict[str, list[dict[str, Any]]]) -> str:
             f"| {fmean(run['summary']['trained']['2']['total_tokens'] for run in runs):.0f} "
             f"| {fmean(run['frozen']['before'] for run in runs):.3f} -> "
             f"{fmean(run['frozen']['after'] for run in runs):.3f} "
-            f"| {fmean(run['step_seconds'] for run in runs):.1f} "
+            f"| {fmean(fmean(run['seconds']) for run in runs):.1f} "
             f"| {_spread([gain / spent for gain, spent in zip(gains, minutes, strict=True)])} "
             f"| {fmean(run['peak_mib'] for run in runs):.0f} |"
         )
@@ -147,7 +168,7 @@ def _result(folder: Path) -> dict[str, Any]:
     return {
         "summary": json.loads((folder / "summary.json").read_text(encoding="utf-8")),
         "rows": rows,
-        "step_seconds": fmean(row["cpu_seconds"] for row in timings),
+        "seconds": [row["cpu_seconds"] for row in timings],
         "peak_mib": json.loads((folder / "peak_mib.json").read_text(encoding="utf-8")),
         "frozen": json.loads(frozen.read_text(encoding="utf-8")),
     }

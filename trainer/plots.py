@@ -46,13 +46,18 @@ def plot_run(rows: Rows, path: str | Path, title: str = "") -> None:
 
 
 def plot_arms(
-    arms: Mapping[str, Sequence[Rows]], keys: Mapping[str, str], path: str | Path, title: str = ""
+    arms: Mapping[str, Sequence[Rows]],
+    keys: Mapping[str, str],
+    path: str | Path,
+    title: str = "",
+    along: str = "step",
 ) -> None:
     """Several settings, several seeds each: mean over seeds, with the range from the lowest to the highest.
 
     Args:
         arms: runs by the name of their setting.
         keys: metric by name -> title of its panel.
+        along: what ``step`` in the rows counts; the label of the axis.
 
     Raises:
         ValueError: no arms or no keys.
@@ -69,7 +74,7 @@ def plot_arms(
             style = "-" if number < len(COLOURS) else "--"
             axis.plot(steps, mean, style, color=colour, linewidth=2, label=f"{arm} (n={len(runs)})")
             axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-        _finish(axis, name, None)
+        _finish(axis, name, None, along)
     _save(figure, path)
 
 
@@ -111,9 +116,9 @@ def _figure(panels: int, title: str) -> tuple[Any, list[Axes]]:
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
 
 
-def _finish(axis: Axes, name: str, limits: tuple[float, float] | None) -> None:
+def _finish(axis: Axes, name: str, limits: tuple[float, float] | None, along: str = "step") -> None:
     axis.set_title(name, fontsize=10, loc="left")
-    axis.set_xlabel("step", fontsize=9)
+    axis.set_xlabel(along, fontsize=9)
     axis.tick_params(labelsize=8)
     axis.grid(alpha=0.25, linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)
