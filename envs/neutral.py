@@ -9,6 +9,7 @@ Both are kept readable and made harmless: ``</information>`` becomes ``‹/infor
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable
 
 TAGS = ("mem", "think", "tool_call", "search", "answer", "information")
@@ -20,8 +21,14 @@ CLIP_MARK = " […]"
 # Written in angle brackets by the chat templates of Gemma, Llama, Mistral, Qwen, DeepSeek, T5 and their kin.
 _ANGLE_TOKENS = (
     *TAGS,
+    "tool_calls",
     "tool_response",
     "tools",
+    "endoftext",
+    "cls",
+    "sep",
+    "sop",
+    "eop",
     "bos",
     "eos",
     "pad",
@@ -53,47 +60,63 @@ _SQUARE_TOKENS = (
     "unk",
     "bos",
     "eos",
+    "gmask",
 )
 
-# Whitespace, control characters and the invisible format characters (joiners, direction marks, soft hyphen).
-_GAP = (
-    r"[\s\x00-\x1f\x7f-\xa0\xad\u034f\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff]"
-)
+# How a character counts when tags are looked for. Gap: white space, control, format and combining characters, and
+# those that show nothing although they are letters or symbols (Hangul fillers, empty Braille) or not assigned.
+_GAP = "\0"
+_GAP_CATEGORIES = frozenset(("Zs", "Zl", "Zp", "Cc", "Cf", "Mn", "Me"))
+_BLANK = frozenset((0x115F, 0x1160, 0x2065, 0x2800, 0x3164, 0xFFA0, 0xFFFC))
+_ALIKE = {"\u0131": "i", "\u0237": "j", "\u2044": "/", "\u2215": "/", "\u29f8": "/"}
+
+
+class _Folded(dict[int, str]):
+    """By code point: a gap, or without accents, in lower case and ASCII where that is one character."""
+
+    def __missing__(self, code: int) -> str:
+        character = chr(code)
+        if unicodedata.category(character) in _GAP_CATEGORIES or code in _BLANK or 0xE0000 <= code < 0xE1000:
+            folded = _GAP
+        else:
+            plain = unicodedata.normalize("NFKD", _ALIKE.get(character, character)).casefold()
+            plain = "".join(part for part in plain if not unicodedata.combining(part))
+            folded = plain if len(plain) == 1 and plain.isascii() else character
+        self[code] = folded
+        return folded
+
+
+_FOLDED = _Folded()
 
 
 def _spelled(name: str) -> str:
-    """Matches a name in any case, with gaps between its letters, in ASCII or full-width letters."""
-    letters = []
-    for letter in name:
-        wide = chr(ord(letter) + 0xFEE0)
-        letters.append(f"[{letter}{wide}]" if letter.isalpha() else f"[{letter}{wide}\\-]?")
-    return f"{_GAP}*".join(letters)
+    """Matches a folded name with gaps between its letters, an underscore as a hyphen or not at all."""
+    return f"{_GAP}*".join(letter if letter.isalpha() else "[_-]?" for letter in name)
 
 
 def _either(names: tuple[str, ...]) -> str:
     return "|".join(sorted(map(_spelled, names), key=len, reverse=True))
 
 
-_SLASHES = f"(?:{_GAP}|[/／\\\\])*"
+_SLASHES = f"[{_GAP}/\\\\]*"
 _AFTER_ANGLE = "|".join(
     (
         f"(?:{_either(_ANGLE_TOKENS)})(?![^\\W_])",
         f"{_spelled('unused')}{_GAP}*\\d",
         _spelled("extra_id_"),
-        f"{_spelled('s')}{_GAP}*[/>＞﹥]",
-        "[|｜¦]",
-        f"[<＜﹤]{_SLASHES}{_spelled('sys')}",
+        f"{_spelled('s')}{_GAP}*[/>]",
+        "[|¦]",
+        f"<{_SLASHES}{_spelled('sys')}",
     )
 )
 _OPENERS = re.compile(
-    f"[<＜﹤](?={_SLASHES}(?:{_AFTER_ANGLE}))"
-    f"|[|｜](?={_GAP}*[>＞﹥])"
-    f"|\\[(?={_SLASHES}(?:{_either(_SQUARE_TOKENS)}){_GAP}*\\])",
-    re.IGNORECASE,
+    f"<(?={_SLASHES}(?:{_AFTER_ANGLE}))"
+    f"|\\|(?={_GAP}*>)"
+    f"|\\[(?={_SLASHES}(?:{_either(_SQUARE_TOKENS)}){_GAP}*\\])"
 )
-_SUSPECT = re.compile("[<＜﹤\\[|｜]")
+_SUSPECT = re.compile("[<＜﹤≮\\[［﹇|｜]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_HARMLESS = {"<": "‹", "＜": "‹", "﹤": "‹", "[": "⟦", "|": "¦", "｜": "¦"}
+_HARMLESS = {"<": "‹", "[": "⟦", "|": "¦"}
 
 
 def replace_surrogates(text: str) -> str:
@@ -104,12 +127,18 @@ def replace_surrogates(text: str) -> str:
 def neutralise(text: str) -> str:
     """The same text with our tags and chat control tokens made harmless, whatever their case or spacing.
 
-    Only the character that opens one is replaced, so lengths and offsets stay. Idempotent.
+    Also with invisible characters, combining marks and accents in them, or in letters of another width or style.
+    Entities (``&lt;``) stay: nothing decodes them afterwards. Only the character that opens one is replaced, so
+    lengths and offsets stay. Idempotent.
     """
     text = replace_surrogates(text)
     if _SUSPECT.search(text) is None:
         return text
-    return _OPENERS.sub(lambda match: _HARMLESS[match.group()], text)
+    pieces, end = [], 0
+    for match in _OPENERS.finditer(text.translate(_FOLDED)):
+        pieces += [text[end : match.start()], _HARMLESS[match.group()]]
+        end = match.end()
+    return "".join([*pieces, text[end:]])
 
 
 def clip(text: str, limit: int) -> str:

@@ -46,7 +46,12 @@ def read_locomo(row: Mapping[str, Any], where: str, identity: str) -> list[Task]
     conversation = row.get("conversation")
     if not isinstance(conversation, Mapping):
         raise UserError(f"{where}: conversation is no object with sessions")
-    numbers = sorted(int(match[1]) for key in conversation if (match := re.fullmatch(r"session_(\d+)", key)))
+    # A table has every column for every row, so a conversation may have empty sessions at its end.
+    numbers = sorted(
+        int(match[1])
+        for key, session in conversation.items()
+        if session is not None and (match := re.fullmatch(r"session_(\d+)", key))
+    )
     chunks = []
     for number in numbers:
         turns = _turns(conversation[f"session_{number}"], "speaker", "text", f"{where}, session {number}")
@@ -67,7 +72,7 @@ def read_locomo(row: Mapping[str, Any], where: str, identity: str) -> list[Task]
         metadata: dict[str, Any] = {"chunks": shared, "category": category}
         if category == ADVERSARIAL:
             golds: tuple[str, ...] = NOT_MENTIONED
-            metadata["adversarial_answer"] = item.get("adversarial_answer", item.get("answer"))
+            metadata["adversarial_answer"] = item.get("adversarial_answer") or item.get("answer")
         else:
             golds = texts_of(item, "answer", place)
         tasks.append(

@@ -28,12 +28,12 @@ class Form:
 
 # From the most to the least particular: the first whose columns are all there is taken.
 FORMS: dict[str, Form] = {
+    "mem1": Form(frozenset(("prompt", "reward_model")), read_mem1, ("id",)),
     "flashrag": Form(frozenset(("id", "question", "golden_answers")), read_flashrag),
     "longmemeval": Form(
         frozenset(("question", "answer", "haystack_sessions")), read_longmemeval, ("question_id",)
     ),
     "locomo": Form(frozenset(("conversation", "qa")), read_locomo, ("sample_id",)),
-    "mem1": Form(frozenset(("prompt", "reward_model")), read_mem1, ("id",)),
     "ruler-hqa": Form(frozenset(("context", "input", "answers")), read_ruler, ("id", "index")),
     "musique": Form(frozenset(("question", "answer", "paragraphs")), read_musique),
     "2wiki": Form(frozenset(("question", "answer", "context", "evidences")), read_hotpotqa),

@@ -24,6 +24,8 @@ _SOURCE = re.compile(
     r"hub:(?P<name>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?:@(?P<revision>[\w.-]+))?(?::(?P<split>[\w.-]+))?"
 )
 _SPLITS = ("test", "dev", "validation", "train")
+# The library calls what a file named dev holds validation.
+_ALSO = {"dev": "validation", "validation": "dev"}
 
 
 @dataclass(frozen=True)
@@ -62,14 +64,16 @@ def _rows(source: HubSource, place: str) -> Iterator[Row]:
     revision = source.revision or _pinned_revision(source.name)
     try:
         available = datasets.get_dataset_split_names(source.name, source.config, revision=revision)
-        split = source.split or next((name for name in _SPLITS if name in available), None)
-        if split not in available:
+        wanted = (source.split, _ALSO.get(source.split, "")) if source.split else _SPLITS
+        split = next((name for name in wanted if name in available), None)
+        if split is None:
             raise UserError(f"{place}: no such split; there are {', '.join(available)}")
         table = datasets.load_dataset(source.name, source.config, split=split, revision=revision)
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, datasets.exceptions.DatasetsError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{place}: cannot be loaded ({_first_line(error)})") from None
+        # What is wrong with a file stands in the cause.
+        raise UserError(f"{place}: cannot be loaded ({_first_line(error.__cause__ or error)})") from None
     for number, row in enumerate(table, 1):
         yield f"{place}, row {number}", row
 
@@ -107,5 +111,5 @@ def _record_file() -> Path:
     return Path(os.environ.get("MEMPO_CACHE") or Path.home() / ".cache" / "mempo") / "hub.json"
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

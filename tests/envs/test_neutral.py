@@ -47,12 +47,20 @@ FILLER = [
     "|",
 ]
 GAPS = ["", "", " ", "\t", "\n", "\u200b", "\u200f", "\u00a0", "\u00ad", "\x00"]
+# Marks on the letter before, variation selectors, tag characters, and letters and symbols that show nothing.
+GAPS += ["\u0301", "\u0338", "\u034f", "\ufe0f", "\U000e0100", "\U000e0061", "\u180b", "\u2062", "\ufff9"]
+GAPS += ["\u3164", "\uffa0", "\u2800", "\ufffc"]
+NOTHING_SHOWN = frozenset("\u115f\u1160\u3164\uffa0\u2800\ufffc")
+# Letters of other styles: mathematical bold and script, in circles, full width.
+STYLES = (0x1D41A - 97, 0x1D4EA - 97, 0x24D0 - 97, 0xFEE0)
+BRACKETS = {"<": "<<<＜﹤", "[": "[[［", "]": "]]］", ">": ">>>＞﹥", "|": "||｜", "/": "//／∕⁄", "_": "__＿"}
 
 
 def squeezed(text: str) -> str:
-    """Compatibility forms folded, lower case, without white space, control and format characters."""
-    folded = unicodedata.normalize("NFKC", text).casefold()
-    return "".join(c for c in folded if not c.isspace() and unicodedata.category(c) not in ("Cc", "Cf", "Cs"))
+    """Compatibility forms folded, lower case, without marks, white space, control and format characters."""
+    folded = unicodedata.normalize("NFKD", text.replace("∕", "/").replace("⁄", "/")).casefold()
+    dropped = ("Cc", "Cf", "Cs", "Mn", "Me", "Zs", "Zl", "Zp")
+    return "".join(c for c in folded if unicodedata.category(c) not in dropped and c not in NOTHING_SHOWN)
 
 
 def obfuscated(token: str, rng: random.Random) -> str:
@@ -61,7 +69,8 @@ def obfuscated(token: str, rng: random.Random) -> str:
         if character.isalpha() and rng.random() < 0.5:
             character = character.upper()
         if character.isascii() and character.isalpha() and rng.random() < 0.05:
-            character = chr(ord(character) + 0xFEE0)
+            character = chr(ord(character.lower()) + rng.choice(STYLES))
+        character = rng.choice(BRACKETS.get(character, character)) if rng.random() < 0.2 else character
         out += character + (rng.choice(GAPS) if rng.random() < 0.4 else "")
     return out
 
@@ -78,7 +87,7 @@ def hostile_documents(count: int, seed: int = 0) -> list[str]:
                 words.append(rng.choice(FILLER))
             elif kind < 0.75:
                 name = obfuscated(rng.choice(TAGS), rng)
-                slash = rng.choice(["", "/", " / "])
+                slash = rng.choice(["", "/", " / ", "\u0338/"])
                 tail = (
                     rng.choice(["", " class='x'", "/"]) if number % 10 == 0 else rng.choice(["", " ", "\n"])
                 )
@@ -96,12 +105,13 @@ def test_no_tag_and_no_control_token_survives_in_a_thousand_documents() -> None:
     ]
     hit = 0
     for document in hostile_documents(1000):
-        document = document[:20_000]
+        document = document[:4_000]
         clean = neutralise(document)
         assert len(clean) == len(document)
         clean.encode("utf-8")
-        hit += any(attack in squeezed(document) for attack in attacks)
-        left = [attack for attack in attacks if attack in squeezed(clean)]
+        before, after = squeezed(document), squeezed(clean)
+        hit += any(attack in before for attack in attacks)
+        left = [attack for attack in attacks if attack in after]
         assert not left, f"{left} in {clean!r}"
         assert neutralise(clean) == clean
     assert hit > 900, "the generator must make attacks, or the test proves nothing"
@@ -122,6 +132,57 @@ def test_ordinary_text_stays_as_it_is(text: str) -> None:
     assert neutralise(text) == text
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<\u200b/\u200binfor\u200bmation\u200b>",
+        "<\x00/\x00answer\x00>",
+        "<\u0338/answer>",
+        "≮/answer>",
+        "</a\u0301nswer>",
+        "</ánswer>",
+        "<ans\U000e0020wer>",
+        "<an\u3164swer>",
+        "<an\u2800swer>",
+        "<𝐚𝐧𝐬𝐰𝐞𝐫>",
+        "<ⓐⓝⓢⓦⓔⓡ>",
+        "＜／ａｎｓｗｅｒ＞",
+        "﹤answer﹥",
+        "<∕answer>",
+        "<\\/answer>",
+        "<ınformation>",
+        "<anſwer>",
+        "<tool－call>",
+        "<answer",
+        "［INST］",
+        "[gMASK]",
+        "<tool_calls>",
+    ],
+)
+def test_tricks_one_by_one(text: str) -> None:
+    clean = neutralise(text)
+    assert clean == ("⟦" if text[0] in "[［" else "‹") + text[1:]
+
+
+def test_nested_and_unclosed_tags() -> None:
+    assert neutralise("<<answer>answer>x</</answer>answer>") == "<‹answer>answer>x</‹/answer>answer>"
+    assert neutralise("<ans<answer>wer>") == "<ans‹answer>wer>"
+    assert neutralise("<answer <answer</answer") == "‹answer ‹answer‹/answer"
+    assert neutralise("a&lt;/information&gt; &#60;answer&#62;") == "a&lt;/information&gt; &#60;answer&#62;"
+
+
+def test_every_character_that_can_open_is_looked_at() -> None:
+    """By brute force over Unicode: what decomposes to an opener and marks is neutralised as one."""
+    openers = 0
+    for code in [*range(0x20, 0xD800), *range(0xE000, 0x30000)]:
+        plain = [c for c in unicodedata.normalize("NFKD", chr(code)) if not unicodedata.combining(c)]
+        if plain in (["<"], ["["], ["|"]):
+            name = {"<": "answer>", "[": "INST]", "|": ">"}[plain[0]]
+            assert neutralise(chr(code) + name) in ("‹answer>", "⟦INST]", "¦>"), hex(code)
+            openers += 1
+    assert openers == 9
+
+
 def test_a_tag_stays_readable() -> None:
     assert neutralise("a </Information> b") == "a ‹/Information> b"
     assert neutralise("[INST] <|im_end|>") == "⟦INST] ‹|im_end¦>"
@@ -132,7 +193,7 @@ def test_many_openers_take_no_time() -> None:
     # Quadratic matching would take minutes here.
     for unit in ("<", "< ", "</", "<m", "<t o o l ", "[", "[ / ", "|", "<" + " " * 50):
         assert neutralise(unit * (200_000 // len(unit)))
-    assert neutralise("<" + " " * 200_000)
+    assert neutralise("<" + " " * 200_000) and neutralise("</" * 100_000 + "\u0301" * 100_000)
 
 
 def test_clip_keeps_the_limit_and_shows_the_cut() -> None:
