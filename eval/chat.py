@@ -12,6 +12,7 @@ import asyncio
 import email.utils
 import os
 import random
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,11 +35,18 @@ _REFUSED = frozenset({401, 402, 403, 404, 405})
 _TOO_LONG = (
     "context length",
     "context_length",
+    "context size",
+    "context window",
     "maximum context",
+    "maximum number of tokens",
     "too many tokens",
-    "prompt is too long",
     "too long",
+    "reduce the length",
 )
+_DELAY = re.compile(r'"retryDelay":\s*"(\d+(?:\.\d+)?)s"')
+# A quota that is used up comes as "busy" (429), a filtered prompt as a malformed request (400).
+_USED_UP = "insufficient_quota"
+_FILTERED = ("content_filter", "content management policy", "content_policy_violation")
 
 
 @dataclass(frozen=True)
@@ -78,8 +86,16 @@ class Reply:
     completion_tokens: int | None
 
 
-class WindowFull(Exception):
-    """The provider says that the prompt does not fit: the episode ends as truncated, it is no failure."""
+class EpisodeOver(Exception):
+    """The provider will not go on with this prompt, however often it is asked: the episode ends there.
+
+    It is no failure of the infrastructure. ``reason`` is the episode's stop reason: ``window`` (the prompt does not
+    fit) or ``filtered``.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 class ChatPlayer:
@@ -129,9 +145,10 @@ class ChatPlayer:
             seed = derive(*seed_key, len(turns)) % 2**31
             try:
                 reply = await self.complete(observation, seed)
-            except WindowFull:
-                stop = "window"
+            except EpisodeOver as over:
+                stop = over.reason
                 break
+            asked = self._rules + observation
             text = close_action(reply.text) if reply.finish != "length" else reply.text
             parsed = parse_turn(text)
             information, invalid, query = "", None, None
@@ -156,7 +173,7 @@ class ChatPlayer:
                     information=information,
                     invalid=invalid,
                     finish="estimated" if estimated else reply.finish,
-                    prompt_tokens=_count(self._rules + observation, reply.prompt_tokens),
+                    prompt_tokens=_count(asked, reply.prompt_tokens),
                     completion_tokens=_count(text, reply.completion_tokens),
                     memory_tokens=0 if span is None else _count(text[span[0] : span[1]]),
                     observation_tokens=_count(information) if information else 0,
@@ -180,7 +197,7 @@ class ChatPlayer:
         Raises:
             EpisodeError: it stayed so, or answered nonsense.
             UserError: it refuses (key, address, model, parameters).
-            WindowFull: the prompt is too long for it.
+            EpisodeOver: the prompt is too long for it, or filtered.
         """
         messages = [{"role": "user", "content": observation}]
         if self._rules:
@@ -204,13 +221,15 @@ class ChatPlayer:
                 if answer.status_code == 200:
                     return read_reply(answer)
                 failure = f"status {answer.status_code}: {error_message(answer)}"
-                if answer.status_code in _REFUSED:
+                said = f"{failure} {answer.text}".lower()
+                if answer.status_code in _REFUSED or _USED_UP in said:
                     raise UserError(f"endpoint {self._endpoint.url} refuses: {failure}")
                 if answer.status_code not in _BUSY:
-                    if any(words in failure.lower() for words in _TOO_LONG):
-                        raise WindowFull(failure)
+                    for reason, signs in (("filtered", _FILTERED), ("window", _TOO_LONG)):
+                        if any(words in said for words in signs):
+                            raise EpisodeOver(reason)
                     raise UserError(f"endpoint {self._endpoint.url} does not take the request: {failure}")
-                asked = retry_after(answer.headers, time.time())
+                asked = retry_after(answer.headers, time.time(), answer.text)
                 if asked is not None:
                     if asked > self._endpoint.longest_wait:
                         raise EpisodeError("engine", f"{failure}; it asks for {asked:.0f} s of patience")
@@ -277,8 +296,10 @@ def error_message(answer: httpx.Response) -> str:
     return " ".join(str(data).split())[:300] or "empty reply"
 
 
-def retry_after(headers: Mapping[str, str], now: float) -> float | None:
-    """Seconds to wait: ``Retry-After`` as seconds or as a date, or ``retry-after-ms``; None when not said."""
+def retry_after(headers: Mapping[str, str], now: float, body: str = "") -> float | None:
+    """Seconds to wait: ``Retry-After`` as seconds or as a date, ``retry-after-ms``, or Google's ``retryDelay`` in the
+    body; None when not said.
+    """
     if (milliseconds := headers.get("retry-after-ms")) is not None:
         try:
             return max(0.0, float(milliseconds) / 1000)
@@ -286,7 +307,8 @@ def retry_after(headers: Mapping[str, str], now: float) -> float | None:
             pass
     value = headers.get("retry-after")
     if value is None:
-        return None
+        delay = _DELAY.search(body)
+        return float(delay[1]) if delay else None
     try:
         return max(0.0, float(value))
     except ValueError:

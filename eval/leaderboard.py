@@ -76,14 +76,14 @@ def leaderboard(runs: Sequence[Run], folder: Path, suite: Suite | None = None) -
         run, summary = runs[index], summaries[index]
         cells = tuple(_cell(summary.get(name)) for name in benchmarks)
         link = os.path.relpath(run.path / "report.html", folder)
-        rows.append(Row(_label(run), cells, link))
+        rows.append(Row(run.name, cells, link))
     if suite is not None:
         for system in suite.systems():
             found = [suite.reference(system, name) for name in benchmarks]
             if any(found):
                 cells = tuple(f"{r.metric.upper()} {r.value:.3f}" if r else "–" for r in found)
                 rows.append(Row(system, cells, reference=True))
-    named = {f"{_label(runs[i])}": summaries[i] for i in order}
+    named = {runs[i].name: summaries[i] for i in order}
     objectives = {name: count for run in runs for name, count in run_objectives(run).items()}
     return Leaderboard(("run", *benchmarks), tuple(rows), objective_charts(named, objectives))
 
@@ -93,11 +93,6 @@ def write_leaderboard(board: Leaderboard, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "leaderboard.md").write_text(board.markdown(), encoding="utf-8")
     (folder / "leaderboard.html").write_text(board.html(), encoding="utf-8")
-
-
-def _label(run: Run) -> str:
-    memory = run.config.get("memory", "keep")
-    return run.name if memory == "keep" else f"{run.name}, memory {memory}"
 
 
 def _mean_f1(summaries: Mapping[str, Mapping[str, Any]], benchmarks: Sequence[str]) -> float:

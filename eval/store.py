@@ -15,7 +15,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -45,10 +45,21 @@ class Run:
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
     samples: Mapping[str, tuple[Sample, ...]]
+    _summaries: dict[str | None, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def name(self) -> str:
-        return str(self.config.get("player", {}).get("name", self.path.name))
+        """How tables call it: the model, and what was changed about its memory, context or tools."""
+        player = self.config.get("player", {})
+        parts = [str(player.get("name", self.path.name))]
+        entries = self.config.get("benchmarks", {}).values()
+        contexts = {str(entry.get("env_kwargs", {}).get("context", "previous")) for entry in entries}
+        if player.get("tools") is False:
+            parts.append("no tools")
+        elif len(contexts) == 1 and contexts != {"previous"}:
+            parts.append(f"context {contexts.pop()}")
+        memory = self.config.get("memory", "keep")
+        return ", ".join(parts if memory == "keep" else [*parts, f"memory {memory}"])
 
     @property
     def missing(self) -> int:
@@ -62,11 +73,13 @@ class Run:
 
     def summaries(self, scorer: str | None = None) -> dict[str, Any]:
         """By benchmark the numbers of `eval.summary.summarise`, under another rule where one is named."""
-        seed = int(self.config.get("seed", 0))
-        return {
-            name: summarise(samples, scorer or self.scorer(name), seed=seed)
-            for name, samples in self.samples.items()
-        }
+        if scorer not in self._summaries:
+            seed = int(self.config.get("seed", 0))
+            self._summaries[scorer] = {
+                name: summarise(samples, scorer or self.scorer(name), seed=seed)
+                for name, samples in self.samples.items()
+            }
+        return self._summaries[scorer]
 
 
 class RunWriter:

@@ -104,6 +104,11 @@ def test_missing_usage_is_estimated_and_said() -> None:
     turn = evaluate(player(server), tasks=TASKS[:1], env_id=LOOKUP).samples[0].turns[0]
     assert turn.finish == "estimated"
     assert turn.completion_tokens == 6  # 23 bytes
+    # The prompt that was sent, not the observation after it: "the rules" and the question.
+    assert turn.prompt_tokens == (len("the rules" + server.requests[0][1]["messages"][-1]["content"]) + 3) // 4
+    half = Server(lambda body: completion("<answer>Warsaw</answer>", {"prompt_tokens": 11}))
+    turn = evaluate(player(half), tasks=TASKS[:1], env_id=LOOKUP).samples[0].turns[0]
+    assert (turn.finish, turn.prompt_tokens, turn.completion_tokens) == ("estimated", 11, 6)
     assert evaluate(player(Server()), tasks=TASKS[:1], env_id=LOOKUP).samples[0].turns[0].finish == "stop"
 
 
@@ -146,13 +151,43 @@ def test_what_a_person_must_mend_stops_the_run(status: int) -> None:
         evaluate(player(server), tasks=TASKS, env_id=LOOKUP)
 
 
-def test_a_full_window_ends_the_episode() -> None:
-    full = httpx.Response(
-        400, json={"error": {"message": "This model's maximum context length is 10 tokens"}}
-    )
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (400, {"error": {"message": "This model's maximum context length is 10 tokens", "code": "x"}}),  # OpenAI
+        (400, {"error": {"message": "Please cut it", "code": "context_length_exceeded"}}),  # Groq, Azure
+        (400, {"object": "error", "message": "This model's maximum context length is 9 tokens"}),  # vLLM
+        (400, {"type": "error", "error": {"message": "prompt is too long: 9 tokens > 8 maximum"}}),  # Anthropic
+        (400, [{"error": {"message": "The input token count (9) exceeds the maximum number of tokens (8)"}}]),
+        (400, {"error": {"message": "the request exceeds the available context size"}}),  # llama.cpp
+        (422, {"message": "Prompt contains 9 tokens, too large for model with 8 maximum context length"}),
+        (413, {"error": {"message": "Please reduce the length of the messages"}}),
+    ],
+)
+def test_a_full_window_ends_the_episode(status: int, body: Any) -> None:
+    full = httpx.Response(status, json=body)
     found = evaluate(player(Server(lambda body: full)), tasks=TASKS[:1], env_id=LOOKUP)
     assert (found.samples[0].stop_reason, found.samples[0].error) == ("window", None)
     assert found.summary()["em"] == 0.0
+
+
+def test_a_filtered_prompt_ends_its_episode_and_not_the_run() -> None:
+    def filtering(body: dict[str, Any]) -> httpx.Response:
+        if "Peru" in body["messages"][-1]["content"]:
+            return httpx.Response(400, json={"error": {"message": "no", "code": "content_filter"}})
+        return know_it_all(body)
+
+    found = evaluate(player(Server(filtering)), tasks=TASKS, env_id=LOOKUP)
+    assert [sample.stop_reason for sample in found.samples] == ["answer", "filtered", "answer"]
+    assert (found.summary()["errors"], found.summary()["em"]) == (0, pytest.approx(2 / 3))
+
+
+def test_a_used_up_quota_is_not_waited_for(pauses: list[float]) -> None:
+    spent = httpx.Response(429, json={"error": {"message": "Pay.", "code": "insufficient_quota"}})
+    server = Server(lambda body: spent)
+    with pytest.raises(UserError, match="refuses: status 429: Pay"):
+        evaluate(player(server), tasks=TASKS[:1], env_id=LOOKUP)
+    assert (len(server.requests), pauses) == (1, [])
 
 
 def test_length_ends_the_episode() -> None:
@@ -198,6 +233,10 @@ def test_retry_after_forms() -> None:
     assert retry_after({"retry-after": "Tue, 14 Nov 2023 22:13:50 GMT"}, now) == 30.0
     assert retry_after({"retry-after-ms": "1500"}, now) == 1.5
     assert retry_after({"retry-after": "soon"}, now) is None
+    assert retry_after({"retry-after": "-3"}, now) == 0.0
+    google = json.dumps([{"error": {"details": [{"@type": "RetryInfo", "retryDelay": "22.5s"}]}}])
+    assert retry_after({}, now, google) == 22.5
+    assert retry_after({"retry-after": "4"}, now, google) == 4
     assert retry_after({}, now) is None
 
 

@@ -1,0 +1,105 @@
+"""Where the time of a complete evaluation goes: how much of it is not the model.
+
+1,000 embedded questions are evaluated as `python -m eval.bench` does it, from loading the tasks to the HTML report,
+with the small cold start that comes with the package. Counted is processor time of this process (other work on the
+machine does not disturb it): of the model's forward passes, of everything else that the engine does (sampling, cache),
+and of the whole. Loading the model, Python and the libraries is not an evaluation's and is left out.
+
+Run: ``python -m benchmarks.evaluation``
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from agent.engines.local import LocalEngine
+from agent.models import load_model
+from eval import benchmarks as registry
+from eval.session import Settings, run_session
+from eval.subjects import Manner, ModelSubject
+
+COLD_START = Path(__file__).parents[1] / "trainer" / "assets" / "tiny-cold-start"
+MANNER = Manner(
+    style="compact", call_style="search", max_new_tokens=64, interface={"topk": 1, "numbered": True}
+)
+"""How the recipe `tiny` asks this model."""
+
+
+class Clock:
+    """Processor seconds spent inside the functions it wraps."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.calls = 0
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.process_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.process_time() - start
+                self.calls += 1
+
+        return timed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(COLD_START), help="a folder (the cold start of the package)")
+    parser.add_argument("--benchmark", default="factbook", help="of the registry (factbook)")
+    parser.add_argument("--questions", type=int, default=1000)
+    parser.add_argument("--concurrency", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--profile", type=int, metavar="N", help="print the N dearest functions")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+
+    subject = ModelSubject.local(load_model(options.model), MANNER)
+    forward, engine = Clock(), Clock()
+    model: Any = subject._engine.model  # type: ignore[attr-defined]
+    model.forward = forward.wrap(model.forward)
+    LocalEngine._step = engine.wrap(LocalEngine._step)  # type: ignore[method-assign]
+    benchmark = replace(registry.get(options.benchmark), questions=options.questions)
+
+    profile = cProfile.Profile()
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.process_time()
+        if options.profile:
+            profile.enable()
+        run = run_session(
+            subject,
+            [benchmark],
+            Path(folder) / "run",
+            Settings(concurrency=options.concurrency),
+            console=Console(quiet=True),
+        )
+        profile.disable()
+        whole = time.process_time() - start
+    summary = run.summaries()[benchmark.name]
+    turns = sum(len(sample.turns) for sample in run.samples[benchmark.name])
+    print(f"{summary['attempted']} samples, {turns} turns, {forward.calls} forward passes, EM {summary['em']:.3f}")
+    for name, seconds in (
+        ("model", forward.seconds),
+        ("engine around it", engine.seconds - forward.seconds),
+        ("everything else", whole - engine.seconds),
+        ("whole", whole),
+    ):
+        print(f"{name:18} {seconds:8.2f} s  {seconds / whole:6.1%}")
+    if options.profile:
+        pstats.Stats(profile).sort_stats("cumulative").print_stats(options.profile)
+
+
+if __name__ == "__main__":
+    main()
