@@ -89,7 +89,9 @@ def main() -> None:
         whole = time.process_time() - start
     summary = run.summaries()[benchmark.name]
     turns = sum(len(sample.turns) for sample in run.samples[benchmark.name])
-    print(f"{summary['attempted']} samples, {turns} turns, {forward.calls} forward passes, EM {summary['em']:.3f}")
+    print(
+        f"{summary['attempted']} samples, {turns} turns, {forward.calls} forward passes, EM {summary['em']:.3f}"
+    )
     for name, seconds in (
         ("model", forward.seconds),
         ("engine around it", engine.seconds - forward.seconds),

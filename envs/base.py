@@ -140,6 +140,9 @@ class MemoryEnv(gymnasium.Env[str, str]):
         """
         raise NotImplementedError
 
+    def begin(self, task: Task) -> None:
+        """Set up an episode of a task, which may be another than `draw_task` draws; nothing to do by default."""
+
     def execute(self, call: ToolCall) -> str:
         """Carry out a call of one of `tools` (its arguments are texts, not blank): the reply as plain text.
 
@@ -171,6 +174,7 @@ class MemoryEnv(gymnasium.Env[str, str]):
         super().reset(seed=seed)
         options = options or {}
         self.task = self.draw_task(self.np_random, options)
+        self.begin(self.task)
         self.ask_question(self.show_question(self.task))
         self._carried.clear()
         self._turn = self._invalid_count = 0

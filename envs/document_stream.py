@@ -83,16 +83,16 @@ class DocumentStream(MemoryEnv):
 
     def draw_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
         if "task_id" in options:
-            task = self.pool.by_id(options["task_id"])
-        elif "index" in options:
-            task = self.pool.tasks[checked_index(options["index"], self.num_tasks)]
-        else:
-            task = self.pool.tasks[int(rng.integers(self.num_tasks))]
+            return self.pool.by_id(options["task_id"])
+        if "index" in options:
+            return self.pool.tasks[checked_index(options["index"], self.num_tasks)]
+        return self.pool.tasks[int(rng.integers(self.num_tasks))]
+
+    def begin(self, task: Task) -> None:
         self._pieces = chunks_of(task, self.chunk_size)
         self._read = 0
         if not self._fixed_turns:
             self.max_turns = min(len(self._pieces) + 1 + _SPARE_TURNS, _LONGEST)
-        return task
 
     def show_question(self, task: Task) -> str:
         return task.question if self.ask == "first" else LATER

@@ -38,6 +38,35 @@ PUBLIC_SPLITS = {
 }
 """The seven single-question sets of the paper, and the split of each that has public answers."""
 
+RULER_DOCUMENTS = (50, 100, 200, 400, 800, 1600, 3200, 6400)
+"""MemAgent's test files: that many paragraphs of HotpotQA in one text, 7,000 to 900,000 tokens."""
+
+STREAMS = {
+    **{
+        f"ruler-hqa-{count}": (
+            f"hub:BytedTsinghua-SIA/hotpotqa/eval_{count}.json",
+            f"RULER-HQA, {count} documents in one text, read piece by piece",
+        )
+        for count in RULER_DOCUMENTS
+    },
+    "longmemeval-s": (
+        "hub:xiaowu0162/longmemeval-cleaned/longmemeval_s_cleaned.json",
+        "LongMemEval S, about 40 sessions of a user with an assistant",
+    ),
+    "longmemeval-oracle": (
+        "hub:xiaowu0162/longmemeval-cleaned/longmemeval_oracle.json",
+        "LongMemEval, the sessions that hold the answer",
+    ),
+    "locomo": (
+        "locomo:locomo10.json",
+        "LoCoMo, from its released file locomo10.json in the working directory",
+    ),
+}
+"""Texts and conversations to read: name, source and description."""
+
+STREAM_CHUNK = 20_000
+"""Characters of a piece of the public streams: about the 5,000 tokens of MemAgent."""
+
 OBJECTIVES = (2, 4, 6, 8, 10)
 
 
@@ -136,12 +165,9 @@ def revisions(benchmark: Benchmark) -> dict[str, str]:
     found: dict[str, str] = {}
     for source in benchmark.tasks:
         if source.startswith("hub:"):
-            from envs.tasks.hub import HubSource, _record_file
+            from envs.tasks.hub import recorded_revision
 
-            parsed = HubSource.parse(source)
-            record = _record_file()
-            known = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
-            found[source] = parsed.revision or str(known.get(parsed.name, "unknown"))
+            found[source] = recorded_revision(source) or "unknown"
     return found
 
 
@@ -282,6 +308,17 @@ def _register_ours() -> None:
                 {"retriever": SEARCH_SERVER},
                 scorer="hotpotqa" if name == "hotpotqa" else "squad",
                 description=f"public: {name} {split}, revision recorded at the first load",
+            )
+        )
+    for name, (source, text) in STREAMS.items():
+        register(
+            Benchmark(
+                name,
+                (source,),
+                "mempo/DocumentStream-v0",
+                {"chunk_size": STREAM_CHUNK},
+                scorer="squad",
+                description=f"public: {text}",
             )
         )
     for k in OBJECTIVES:

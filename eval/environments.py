@@ -3,25 +3,65 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
+from gymnasium.utils.seeding import np_random
 
 from envs.base import MemoryEnv
 from envs.errors import UserError
 from envs.registry import make
 from envs.tasks import Task
 
+DRAWN = "drawn"
+"""Key of a task's metadata under which `drawn_task` keeps the seed and the options that drew it."""
 
-def pin(env: gym.Env[str, str], task: Task) -> gym.Env[str, str]:
-    """Make the next resets of `env` play `task`, whatever they would have drawn.
+
+def drawn_task(env: gym.Env[str, str], seed: int, options: Mapping[str, Any] | None = None) -> Task:
+    """Reset `env` and return the task it drew, with what it takes to draw it again.
 
     Raises:
         UserError: not an environment of ours.
     """
-    _base(env).draw_task = lambda rng, options: task  # type: ignore[method-assign]
+    named = dict(options or {})
+    env.reset(seed=seed, options=named)
+    task = _base(env).task
+    return replace(task, metadata={**task.metadata, DRAWN: {"seed": seed, "options": named}})
+
+
+def pin(env: gym.Env[str, str], task: Task) -> gym.Env[str, str]:
+    """Make the next resets of `env` play `task`, whatever they would have drawn.
+
+    The environment draws the task itself, as it did for `drawn_task` or by its id, because drawing may also set up the
+    episode (a house, drawers, pieces of a text). A task that it cannot draw is played as it is. The generator that the
+    environment uses later is left alone.
+
+    Raises:
+        UserError: not an environment of ours.
+    """
+    base = _base(env)
+    draw = type(base).draw_task
+
+    def same_task(rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
+        for seed, named in _ways(task):
+            with contextlib.suppress(UserError):
+                found = draw(base, np_random(seed)[0], named)
+                if (found.id, found.questions, found.golds) == (task.id, task.questions, task.golds):
+                    break
+        return task
+
+    base.draw_task = same_task  # type: ignore[method-assign]
     return env
+
+
+def _ways(task: Task) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    drawn = task.metadata.get(DRAWN)
+    if drawn is not None:
+        yield drawn["seed"], drawn["options"]
+    yield 0, {"task_id": task.id}
 
 
 def draw_tasks(env_id: str, kwargs: Mapping[str, Any], count: int | None = None) -> list[Task]:
@@ -37,8 +77,7 @@ def draw_tasks(env_id: str, kwargs: Mapping[str, Any], count: int | None = None)
     tasks: dict[str, Task] = {}
     total = count if count is not None else int(known or 0)
     for index in range(total):
-        env.reset(seed=index, options={"index": index})
-        task = _base(env).task
+        task = drawn_task(env, index, {"index": index})
         tasks.setdefault(task.id, task)
     close(env)
     if len(tasks) < total:

@@ -98,7 +98,7 @@ def task_tags(task: Task) -> dict[str, str | int | float]:
     tags: dict[str, str | int | float] = {"objectives": len(task.questions)}
     if task.source:
         tags["source"] = task.source
-    for key in ("hops", "category", "dataset"):
+    for key in ("hops", "category", "dataset", "type"):
         value = task.metadata.get(key)
         if isinstance(value, str | int | float):
             tags[key] = value

@@ -19,7 +19,7 @@ from eval.scorers import Scores, default_scorer, score_answer
 from eval.stats import bootstrap_mean, pass_at_k, wilson
 
 COST_KEYS = tuple(Cost.__dataclass_fields__)
-_GROUPED = ("hops", "category", "dataset")
+_GROUPED = ("hops", "category", "dataset", "type")
 
 
 def score_samples(samples: Sequence[Sample], scorer: str | None = None) -> list[Scores]:

@@ -13,7 +13,7 @@ import numpy as np
 from agent.seeds import derive
 from envs.registry import make
 from envs.tasks.task import Task
-from eval.environments import pin
+from eval.environments import drawn_task, pin
 from trainer.config import EnvironmentConfig
 
 _FINGERPRINTED = 64
@@ -53,8 +53,7 @@ class Questions:
             key = derive(self._seed, "question", step, attempt, place)
             environment = int(np.random.default_rng(key).choice(len(self._configs), p=self._shares))
             env = self._drawing[environment]
-            env.reset(seed=key % 2**31)
-            draws.append(Draw(environment, env.unwrapped.task))  # type: ignore[attr-defined]
+            draws.append(Draw(environment, drawn_task(env, key % 2**31)))
         return draws
 
     def environment(self, index: int, task: Task) -> gym.Env[str, str]:

@@ -1,4 +1,4 @@
-"""Question sets from the Hugging Face hub through ``datasets``: parquet and JSON lines only, no remote code.
+"""Question sets from the Hugging Face hub: through ``datasets`` (parquet and JSON lines, no remote code), or one file.
 
 A set's revision is looked up when it is first loaded, recorded, and pinned from then on; one that is named in
 the source is taken as it is. Records lie in ``hub.json`` under ``MEMPO_CACHE`` (default ``~/.cache/mempo``).
@@ -16,7 +16,7 @@ from typing import Any
 
 from envs.errors import UserError
 from envs.tasks.forms import tasks_of_rows
-from envs.tasks.rows import Row
+from envs.tasks.rows import Row, iterate_rows
 from envs.tasks.task import Task
 
 PREFIX = "hub:"
@@ -26,11 +26,16 @@ _SOURCE = re.compile(
 _SPLITS = ("test", "dev", "validation", "train")
 # The library calls what a file named dev holds validation.
 _ALSO = {"dev": "validation", "validation": "dev"}
+_FILES = (".json", ".jsonl", ".parquet")
 
 
 @dataclass(frozen=True)
 class HubSource:
-    """``hub:OWNER/NAME[/CONFIG][@REVISION][:SPLIT]``; without a split test, else dev, else train."""
+    """``hub:OWNER/NAME[/CONFIG][@REVISION][:SPLIT]``; without a split test, else dev, else train.
+
+    In place of a config and a split a file: ``hub:OWNER/NAME/rows.json[@REVISION]``, for sets whose columns hold texts
+    here and numbers there, or whose files are no splits of one table.
+    """
 
     name: str
     config: str | None
@@ -43,7 +48,15 @@ class HubSource:
         match = _SOURCE.fullmatch(source)
         if match is None:
             raise UserError(f"{source!r}: the form is hub:OWNER/NAME[/CONFIG][@REVISION][:SPLIT]")
-        return cls(**match.groupdict())
+        found = cls(**match.groupdict())
+        if found.file and found.split:
+            raise UserError(f"{source!r}: a file has no split")
+        return found
+
+    @property
+    def file(self) -> str | None:
+        """The file's name, when one is named."""
+        return self.config if self.config and self.config.endswith(_FILES) else None
 
 
 def load_hub_tasks(source: str) -> list[Task]:
@@ -54,14 +67,17 @@ def load_hub_tasks(source: str) -> list[Task]:
     """
     parsed = HubSource.parse(source)
     rows = _rows(parsed, source)
-    label = parsed.name.split("/")[1] if parsed.config is None else parsed.config
+    label = Path(parsed.file).stem if parsed.file else parsed.config or parsed.name.split("/")[1]
     return tasks_of_rows(rows, label, source)
 
 
 def _rows(source: HubSource, place: str) -> Iterator[Row]:
+    revision = source.revision or _pinned_revision(source.name)
+    if source.file:
+        yield from iterate_rows(_download(source.name, source.file, revision, place))
+        return
     import datasets
 
-    revision = source.revision or _pinned_revision(source.name)
     try:
         available = datasets.get_dataset_split_names(source.name, source.config, revision=revision)
         wanted = (source.split, _ALSO.get(source.split, "")) if source.split else _SPLITS
@@ -76,6 +92,15 @@ def _rows(source: HubSource, place: str) -> Iterator[Row]:
         raise UserError(f"{place}: cannot be loaded ({_first_line(error.__cause__ or error)})") from None
     for number, row in enumerate(table, 1):
         yield f"{place}, row {number}", row
+
+
+def _download(name: str, file: str, revision: str, place: str) -> Path:
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.hf_hub_download(name, file, repo_type="dataset", revision=revision))
+    except (ValueError, RuntimeError, OSError) as error:
+        raise UserError(f"{place}: cannot be loaded ({_first_line(error)})") from None
 
 
 def recorded_revision(source: str) -> str | None:

@@ -105,7 +105,9 @@ def test_missing_usage_is_estimated_and_said() -> None:
     assert turn.finish == "estimated"
     assert turn.completion_tokens == 6  # 23 bytes
     # The prompt that was sent, not the observation after it: "the rules" and the question.
-    assert turn.prompt_tokens == (len("the rules" + server.requests[0][1]["messages"][-1]["content"]) + 3) // 4
+    assert (
+        turn.prompt_tokens == (len("the rules" + server.requests[0][1]["messages"][-1]["content"]) + 3) // 4
+    )
     half = Server(lambda body: completion("<answer>Warsaw</answer>", {"prompt_tokens": 11}))
     turn = evaluate(player(half), tasks=TASKS[:1], env_id=LOOKUP).samples[0].turns[0]
     assert (turn.finish, turn.prompt_tokens, turn.completion_tokens) == ("estimated", 11, 6)
@@ -154,10 +156,16 @@ def test_what_a_person_must_mend_stops_the_run(status: int) -> None:
 @pytest.mark.parametrize(
     ("status", "body"),
     [
-        (400, {"error": {"message": "This model's maximum context length is 10 tokens", "code": "x"}}),  # OpenAI
+        (
+            400,
+            {"error": {"message": "This model's maximum context length is 10 tokens", "code": "x"}},
+        ),  # OpenAI
         (400, {"error": {"message": "Please cut it", "code": "context_length_exceeded"}}),  # Groq, Azure
         (400, {"object": "error", "message": "This model's maximum context length is 9 tokens"}),  # vLLM
-        (400, {"type": "error", "error": {"message": "prompt is too long: 9 tokens > 8 maximum"}}),  # Anthropic
+        (
+            400,
+            {"type": "error", "error": {"message": "prompt is too long: 9 tokens > 8 maximum"}},
+        ),  # Anthropic
         (400, [{"error": {"message": "The input token count (9) exceeds the maximum number of tokens (8)"}}]),
         (400, {"error": {"message": "the request exceeds the available context size"}}),  # llama.cpp
         (422, {"message": "Prompt contains 9 tokens, too large for model with 8 maximum context length"}),

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import pytest
 
+from agent.engines.scripted import ScriptedPlayer
 from agent.rollout import EpisodeError
+from envs.base import MemoryEnv, Tool
+from envs.errands_player import ErrandsPlayer
 from envs.errors import UserError
+from envs.grammar import ToolCall
+from envs.registry import register
+from envs.stream_readers import ChainReader
 from envs.tasks import Task
-from eval.environments import draw_tasks
+from eval import benchmarks as registry
+from eval.environments import draw_tasks, pin
 from eval.episode import Sample, TurnRecord
 from eval.interventions import MemoryIntervention, donors_by_task, replace_memory, swapped_memories
 from eval.players import TextPlayer
@@ -173,13 +183,87 @@ def test_progress_and_skipping() -> None:
 
 
 def test_tasks_by_index() -> None:
-    assert draw_tasks(LOOKUP, {}) == TASKS
-    assert draw_tasks(LOOKUP, {}, 2) == TASKS[:2]
+    assert [(task.id, task.golds) for task in draw_tasks(LOOKUP, {})] == [(t.id, t.golds) for t in TASKS]
+    assert [task.id for task in draw_tasks(LOOKUP, {}, 2)] == ["q0", "q1"]
     with pytest.raises(UserError, match="index 3"):
         draw_tasks(LOOKUP, {}, 4)
     kwargs = {"tasks": "factbook-tiny:heldout", "objectives": 4}
     tasks = draw_tasks("mempo/MultiObjectiveQA-v0", kwargs, 20)
     assert len({question for task in tasks for question in task.questions}) == 80
+
+
+class Drawers(MemoryEnv):
+    """Keeps an episode's state where it draws the task, as the skeleton of a new environment does."""
+
+    tools = (Tool("open", "opens the drawer", {"which": "any"}),)
+    by_index = True
+
+    def draw_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
+        index = int(options["index"]) if self.by_index and "index" in options else int(rng.integers(10**6))
+        self.inside = f"thing {index}"
+        return Task(f"drawer/{index}", ("What is in it?",), ((self.inside,),))
+
+    def execute(self, call: ToolCall) -> str:
+        return self.inside
+
+    def score(self, answer: str, task: Task) -> Mapping[str, float]:
+        return {"reward": float(answer == task.golds[0][0])}
+
+
+register("mempotest/Drawers-v0", "tests.eval.test_runner:Drawers")
+
+
+class Opening:
+    """Opens the drawer and says what it saw."""
+
+    def act(self, observation: str, info: Mapping[str, Any]) -> str:
+        if info["turn"] == 0:
+            return '<mem>m</mem><tool_call>{"name": "open", "arguments": {"which": "it"}}</tool_call>'
+        return f"<mem>m</mem><answer>{info['information']}</answer>"
+
+
+@pytest.mark.parametrize("by_index", [True, False])
+def test_the_world_of_an_episode_is_that_of_its_task(by_index: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `draw_task` sets up belongs to the task that is played, also in an environment that is used again."""
+    monkeypatch.setattr(Drawers, "by_index", by_index)
+    tasks = draw_tasks("mempotest/Drawers-v0", {}, 5)
+    assert len({task.id for task in tasks}) == 5
+    found = run(
+        TextPlayer(lambda task, key: Opening(), "opening"),
+        tasks=tasks[::-1],
+        env_id="mempotest/Drawers-v0",
+        samples=2,
+    )
+    assert [sample.answer for sample in found.samples] == [
+        t.golds[0][0] for t in tasks[::-1] for _ in range(2)
+    ]
+
+
+def test_errands_are_those_of_the_task() -> None:
+    env: Any = pin(gym.make("mempo/Errands-v0"), draw_tasks("mempo/Errands-v0", {}, 3)[2])
+    env.reset(seed=5)
+    assert env.unwrapped.task.id == "errands/7x3/2"
+    assert env.unwrapped.task.golds == tuple((errand.word,) for errand in env.unwrapped.house.errands)
+
+
+BEST: dict[str, Callable[[Task], ScriptedPlayer]] = {
+    "errands": lambda task: ErrandsPlayer(),
+    "haystack-tiny": ChainReader,
+}
+
+
+@pytest.mark.parametrize("benchmark", BEST)
+def test_embedded_benchmarks_without_a_search_can_be_won(benchmark: str) -> None:
+    found = registry.get(benchmark)
+    tasks = replace(found, questions=4).load()
+    player = BEST[benchmark]
+    summary = evaluate(
+        TextPlayer(lambda task, key: player(task), "good"),
+        tasks=tasks,
+        env_id=found.env,
+        env_kwargs=found.kwargs(),
+    ).summary()
+    assert (summary["em"], summary["errors"]) == (1.0, 0)
 
 
 @pytest.mark.parametrize(
