@@ -196,6 +196,10 @@ async def _play(
         turns.append(turn)
         if on_turn is not None:
             on_turn(turn)
+    scores = info.get("scores")
+    if scores is None:  # the episode ended here, and not in the environment
+        scores = _no_scores(env)
+        reward += scores.get("reward", 0.0)
     return Trajectory(
         sample=sample,
         turns=tuple(turns),
@@ -204,7 +208,7 @@ async def _play(
         terminated=bool(terminated),
         truncated=bool(truncated) and not terminated,
         answer=(info.get("parse") or {}).get("answer") if terminated else None,
-        scores=dict(info.get("scores") or _no_scores(env)),
+        scores=dict(scores),
     )
 
 
@@ -296,8 +300,11 @@ async def _environment(call: Callable[[], T], limit: float | None, starting: boo
 
 
 def _no_scores(env: gym.Env[str, str]) -> Mapping[str, float]:
-    """An episode that ended without an answer scores 0 under every name that the environment has."""
+    """What an episode without an answer scores: the environment says so, or 0 under every name that it has."""
     base: Any = env.unwrapped
+    scores: Mapping[str, float] | None = getattr(base, "scores_without_answer", None)
+    if scores is not None:
+        return scores
     score, task = getattr(base, "score", None), getattr(base, "task", None)
     return dict.fromkeys(score("", task), 0.0) if callable(score) and task is not None else {}
 

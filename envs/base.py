@@ -21,6 +21,7 @@ from gymnasium.error import ResetNeeded
 from envs.errors import UserError, did_you_mean
 from envs.grammar import CallStyle, ParsedTurn, ToolCall, parse_turn, render_call
 from envs.neutral import clip, clip_counted, count_words, neutralise
+from envs.rewards import Episode, Reward
 from envs.spaces import TextSpace
 from envs.tasks.task import Task
 
@@ -86,6 +87,7 @@ class MemoryEnv(gymnasium.Env[str, str]):
         call_style: the form of a call that `tool_help` shows. Both forms are always understood.
         counter: size of a memory; words unless a tokenizer's counter is handed in.
         invalid_limit: invalid actions after which the episode is truncated; None for no limit.
+        strict_format: pay an episode with an invalid action as one without an answer.
         render_mode: ``"ansi"`` or None.
 
     An observation holds nothing of the golds. `task` does: it is privileged, for the trainer and the scorer.
@@ -93,6 +95,7 @@ class MemoryEnv(gymnasium.Env[str, str]):
 
     metadata = {"render_modes": ["ansi"], "render_fps": 4}
     tools: Sequence[Tool] = ()
+    payment: Reward = Reward({}, ())
     task: Task
 
     def __init__(
@@ -106,6 +109,7 @@ class MemoryEnv(gymnasium.Env[str, str]):
         call_style: CallStyle = "tool_call",
         counter: Callable[[str], int] = count_words,
         invalid_limit: int | None = None,
+        strict_format: bool = False,
         render_mode: str | None = None,
     ) -> None:
         self.max_turns = _at_least("max_turns", max_turns, 1)
@@ -119,6 +123,7 @@ class MemoryEnv(gymnasium.Env[str, str]):
         self.context = context
         self.turn_hint = turn_hint
         self.call_style: CallStyle = call_style
+        self.strict_format = strict_format
         self.counter = counter
         self.render_mode = render_mode
         steps = _carried_steps(context, self.max_turns)
@@ -157,6 +162,17 @@ class MemoryEnv(gymnasium.Env[str, str]):
         """Named scores of a final answer; ``reward`` is among them."""
         raise NotImplementedError
 
+    @property
+    def scores_without_answer(self) -> dict[str, float]:
+        """What an episode ends with that has no answer: 0 under every name that the environment has.
+
+        Terms that take from the reward take all of it (a value of 1), so that answering never pays less than not
+        answering.
+        """
+        names = [*self.score("", self.task), *(term.name for term in self.payment.terms)]
+        worst = sum(min(0.0, term.weight) for term in self.payment.terms)
+        return {**dict.fromkeys(names, 0.0), "reward": worst}
+
     def show_question(self, task: Task) -> str:
         """The question as the policy reads it."""
         return task.question
@@ -179,6 +195,7 @@ class MemoryEnv(gymnasium.Env[str, str]):
         self._carried.clear()
         self._turn = self._invalid_count = 0
         self._memory: str | None = None
+        self._memories: list[str | None] = []
         self._information = ""
         self._playing = True
         return self._observe(None, None, None, None)
@@ -193,10 +210,9 @@ class MemoryEnv(gymnasium.Env[str, str]):
         turn = parse_turn(action[:MAX_ACTION] if isinstance(action, str) else "")
         self._turn += 1
         self._memory = None if turn.memory is None else self._keep(turn.memory)
+        self._memories.append(self._memory)
         if turn.answer is not None:
-            scores = dict(self.score(turn.answer, self.task))
-            if "reward" not in scores:
-                raise KeyError(f"{type(self).__name__}.score() gives {sorted(scores)}, but no 'reward'")
+            scores = self._pay(turn.answer)
             self._playing = False
             self._information = ""
             self._carry(turn, None)
@@ -216,14 +232,27 @@ class MemoryEnv(gymnasium.Env[str, str]):
         self._carry(turn, self._information)
         stop = self._why_stop()
         self._playing = stop is None
-        # A gold can normalise to nothing, so "no answer" is not scored as the empty answer: all its scores
-        # are 0.
-        scores_of_none = dict.fromkeys(self.score("", self.task), 0.0) if stop else None
+        # A gold can normalise to nothing, so "no answer" is not scored as the empty answer.
+        scores_of_none = self.scores_without_answer if stop else None
         observation, info = self._observe(turn, invalid, stop, scores_of_none)
-        return observation, 0.0, False, stop is not None, info
+        return observation, scores_of_none["reward"] if scores_of_none else 0.0, False, stop is not None, info
 
     def render(self) -> str | None:  # type: ignore[override]
         return self._text() if self.render_mode == "ansi" else None
+
+    def _pay(self, answer: str) -> dict[str, float]:
+        scores = dict(self.score(answer, self.task))
+        if "reward" not in scores:
+            raise KeyError(f"{type(self).__name__}.score() gives {sorted(scores)}, but no 'reward'")
+        if self.strict_format and self._invalid_count:
+            return {**self.scores_without_answer, **scores, "reward": self.scores_without_answer["reward"]}
+        sizes = tuple(self.counter(memory) for memory in self._memories if memory is not None)
+        memories = tuple(self._memories)
+        episode = Episode(self.task, answer, dict(scores), memories, sizes, self._invalid_count)
+        for term in self.payment.terms:
+            scores[term.name] = term(episode)
+            scores["reward"] += term.weight * scores[term.name]
+        return scores
 
     def _keep(self, memory: str) -> str | None:
         if self.memory_limit is not None:

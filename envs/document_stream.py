@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from envs.base import InvalidAction, MemoryEnv, Tool, _at_least
-from envs.errors import UserError, did_you_mean
+from envs.errors import UserError
 from envs.grammar import ToolCall
+from envs.rewards import RewardSetting, read_reward
 from envs.scoring import score_objectives
 from envs.search_qa import TaskPool, checked_index, task_pool
 from envs.tasks import Task
@@ -34,7 +35,8 @@ class DocumentStream(MemoryEnv):
         tasks: a source for `load_tasks`, or tasks with something to read (see `envs.tasks.chunks.chunks_of`).
         chunk_size: characters of a piece at most.
         ask: ``first`` shows the question from the start, ``last`` only with the last piece.
-        reward: ``em``, ``f1`` or ``cover_em`` (means over objectives where a task has several).
+        reward: ``em``, ``f1`` or ``cover_em`` (means over objectives where a task has several); or as
+            in `envs.rewards`.
         max_turns: None gives each episode a turn for each piece, one for the answer and 4 to spare.
         information_limit: None fits ``chunk_size``.
         settings: of `MemoryEnv`.
@@ -54,7 +56,7 @@ class DocumentStream(MemoryEnv):
         *,
         chunk_size: int = 2000,
         ask: str = "first",
-        reward: str = "em",
+        reward: RewardSetting = "em",
         max_turns: int | None = None,
         information_limit: int | None = None,
         **settings: Any,
@@ -62,12 +64,8 @@ class DocumentStream(MemoryEnv):
         self.chunk_size = _at_least("chunk_size", chunk_size, 1)
         if ask not in ("first", "last"):
             raise UserError(f"ask {ask!r} is none of 'first', 'last'")
-        if reward not in self.rewards:
-            raise UserError(
-                f"reward {reward!r} is none of {', '.join(self.rewards)}{did_you_mean(reward, self.rewards)}"
-            )
         self.ask = ask
-        self.reward = reward
+        self.payment = read_reward(reward, self.rewards)
         self._fixed_turns = max_turns is not None
         super().__init__(
             max_turns=_LONGEST if max_turns is None else max_turns,
@@ -110,4 +108,4 @@ class DocumentStream(MemoryEnv):
 
     def score(self, answer: str, task: Task) -> Mapping[str, float]:
         scores = score_objectives(answer, task.golds)
-        return {"reward": scores[self.reward], **scores}
+        return {"reward": self.payment.of_answer(scores), **scores}

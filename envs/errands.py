@@ -20,6 +20,7 @@ import numpy as np
 from envs.base import InvalidAction, MemoryEnv, Tool, _at_least
 from envs.errors import UserError
 from envs.grammar import ToolCall
+from envs.rewards import RewardSetting, read_reward
 from envs.scoring import score_objectives
 from envs.tasks import Task
 
@@ -165,7 +166,7 @@ class Errands(MemoryEnv):
     Args:
         rooms: of a house, from 3 to 24.
         errands: of an episode, from 1 to 6.
-        reward: ``em`` (every word right) or ``partial`` (the share of right words).
+        reward: ``em`` (every word right) or ``partial`` (the share of right words); or as in `envs.rewards`.
         max_turns: None gives each episode twice the turns that it takes at best.
         settings: of `MemoryEnv`.
 
@@ -184,15 +185,13 @@ class Errands(MemoryEnv):
         *,
         rooms: int = 7,
         errands: int = 3,
-        reward: str = "em",
+        reward: RewardSetting = "em",
         max_turns: int | None = None,
         **settings: Any,
     ) -> None:
         self.rooms = _between("rooms", rooms, 3, len(ROOMS))
         self.errands = _between("errands", errands, 1, 6)
-        if reward not in ("em", "partial"):
-            raise UserError(f"reward {reward!r} is none of 'em', 'partial'")
-        self.reward = reward
+        self.payment = read_reward(reward, ("em", "partial"))
         self._fixed_turns = max_turns is not None
         # No walk between two rooms is longer than the number of rooms.
         longest = 2 * (2 + 2 * self.errands * (1 + self.rooms))
@@ -232,7 +231,7 @@ class Errands(MemoryEnv):
 
     def score(self, answer: str, task: Task) -> Mapping[str, float]:
         scores = score_objectives(answer, task.golds)
-        return {"reward": scores["em_all" if self.reward == "em" else "em"], **scores}
+        return {"reward": self.payment.of_answer({"em": scores["em_all"], "partial": scores["em"]}), **scores}
 
     def _read(self) -> str:
         if self._here != self.house.start:

@@ -12,6 +12,7 @@ import numpy as np
 from envs.base import _at_least
 from envs.errors import UserError
 from envs.retrieval import Retriever
+from envs.rewards import RewardSetting
 from envs.scoring import mem1_train, score_objectives
 from envs.search_qa import SearchQA, TaskPool, checked_index
 from envs.tasks import Task
@@ -28,7 +29,7 @@ class MultiObjectiveQA(SearchQA):
             as they are.
         numbered: ask ``1) q1 2) q2`` instead of ``q1; q2``.
         reward: ``em`` (1 when every objective is right and there is no extra answer), ``partial`` (mean exact
-            match), ``f1`` (mean F1) or ``mem1`` (MEM1's: the number of right positions).
+            match), ``f1`` (mean F1) or ``mem1`` (MEM1's: the number of right positions); or as in `envs.rewards`.
         tasks, retriever, topk, settings: as in `SearchQA`. Golds with ``;`` are left out, and a question
             whose golds all have one.
 
@@ -47,7 +48,7 @@ class MultiObjectiveQA(SearchQA):
         objectives: int | None = 2,
         numbered: bool = False,
         topk: int = 3,
-        reward: str = "em",
+        reward: RewardSetting = "em",
         **settings: Any,
     ) -> None:
         super().__init__(tasks, retriever, topk=topk, reward=reward, **settings)
@@ -89,11 +90,9 @@ class MultiObjectiveQA(SearchQA):
 
     def score(self, answer: str, task: Task) -> Mapping[str, float]:
         scores = score_objectives(answer, task.golds)
-        if self.reward == "mem1":
-            reward = mem1_train(answer, task.golds)
-        else:
-            reward = scores[{"em": "em_all", "partial": "em", "f1": "f1"}[self.reward]]
-        return {"reward": reward, **scores}
+        own = {"em": scores["em_all"], "partial": scores["em"], "f1": scores["f1"]}
+        own["mem1"] = float(mem1_train(answer, task.golds))
+        return {"reward": self.payment.of_answer(own), **scores}
 
 
 def join_tasks(tasks: Sequence[Task]) -> Task:

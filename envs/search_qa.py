@@ -12,6 +12,7 @@ from envs.base import InvalidAction, MemoryEnv, Tool, _at_least
 from envs.errors import UserError, did_you_mean
 from envs.grammar import ToolCall
 from envs.retrieval import Retriever, load_retriever, render_passages
+from envs.rewards import RewardSetting, read_reward
 from envs.scoring import score_objectives
 from envs.tasks import Task, load_tasks
 
@@ -28,7 +29,7 @@ class SearchQA(MemoryEnv):
             environments over the same tasks share one.
         retriever: a source for `load_retriever`, or a retriever; it is shared, not copied.
         topk: passages a search shows.
-        reward: the score that is the reward: ``em``, ``f1`` or ``cover_em``.
+        reward: the score that is the reward: ``em``, ``f1`` or ``cover_em``; or as in `envs.rewards`.
         settings: of `MemoryEnv`.
 
     Reset options: ``task_id``, or ``index`` into the tasks.
@@ -46,18 +47,14 @@ class SearchQA(MemoryEnv):
         retriever: str | Retriever = "factbook-tiny",
         *,
         topk: int = 3,
-        reward: str = "em",
+        reward: RewardSetting = "em",
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
         self.pool = task_pool(tasks)
         self.retriever = load_retriever(retriever) if isinstance(retriever, str) else retriever
         self.topk = _at_least("topk", topk, 1)
-        if reward not in self.rewards:
-            raise UserError(
-                f"reward {reward!r} is none of {', '.join(self.rewards)}{did_you_mean(reward, self.rewards)}"
-            )
-        self.reward = reward
+        self.payment = read_reward(reward, self.rewards)
 
     @property
     def num_tasks(self) -> int:
@@ -78,7 +75,7 @@ class SearchQA(MemoryEnv):
 
     def score(self, answer: str, task: Task) -> Mapping[str, float]:
         scores = score_objectives(answer, task.golds)
-        return {"reward": scores[self.reward], **scores}
+        return {"reward": self.payment.of_answer(scores), **scores}
 
 
 class TaskPool:
