@@ -41,8 +41,8 @@ class Run:
     config: RunConfig
     questions: Questions
     engine: TrainableEngine
-    prompts: PromptBuilder
-    scorer: MemoryScorer
+    prompts: Sequence[PromptBuilder]  # by environment
+    scorers: Sequence[MemoryScorer]  # by environment
     learner: Learner
     monitor: Monitor
     checkpoints: CheckpointStore
@@ -86,9 +86,10 @@ def gather(run: Run, step: int) -> Experience:
         if missing == 0:
             break
         with run.monitor.phase("rollout"):
-            groups = roll_out(run, run.questions.draw(step, missing, attempt), step, experience.dropped)
+            played = roll_out(run, run.questions.draw(step, missing, attempt), step, experience.dropped)
+        groups = [group for _, group in played]
         with run.monitor.phase("score memories"):
-            scores = run.scorer.score(run.learner.model, groups) if config.algorithm.alpha > 0 else None
+            scores = score(run, played) if config.algorithm.alpha > 0 else None
         _, report = rows_from_groups(groups, scores, config.algorithm)
         experience.dropped.update(report.dropped)
         experience.groups += [groups[index] for index in report.kept]
@@ -100,9 +101,11 @@ def gather(run: Run, step: int) -> Experience:
     return experience
 
 
-def roll_out(run: Run, draws: Sequence[Draw], step: int, dropped: Counter[str]) -> list[Group]:
-    """One group of episodes for each question; a group whose machinery failed is left out and counted."""
+def roll_out(run: Run, draws: Sequence[Draw], step: int, dropped: Counter[str]) -> list[tuple[int, Group]]:
+    """One group of episodes for each question, with its environment; one whose machinery failed is left out and
+    counted."""
     settings = run.config.rollout
+    environments = sorted({draw.environment for draw in draws})
 
     async def play() -> list[tuple[list[Group], RolloutReport]]:
         return await asyncio.gather(
@@ -111,30 +114,47 @@ def roll_out(run: Run, draws: Sequence[Draw], step: int, dropped: Counter[str]) 
                     [draw.task for draw in draws if draw.environment == index],
                     partial(run.questions.environment, index),
                     run.engine,
-                    run.prompts,
+                    run.prompts[index],
                     samples=settings.group_size,
                     sampling=Sampling(settings.temperature, settings.max_new_tokens),
                     run_seed=run.config.seed,
                     step=step,
                     retries=settings.retries,
                 )
-                for index in sorted({draw.environment for draw in draws})
+                for index in environments
             )
         )
 
     played = asyncio.run(play())
     for _, report in played:
         dropped.update(report.dropped)
-    return [group for groups, _ in played for group in groups]
+    return [
+        (index, group) for index, (groups, _) in zip(environments, played, strict=True) for group in groups
+    ]
+
+
+def score(run: Run, played: Sequence[tuple[int, Group]]) -> Scores:
+    """P_mem and P_full of each group under the rules that its environment was played by."""
+    places: dict[MemoryScorer, list[int]] = {}
+    for place, (index, _) in enumerate(played):
+        places.setdefault(run.scorers[index], []).append(place)
+    scores: Scores = [[] for _ in played]
+    for scorer, members in places.items():
+        found = scorer.score(run.learner.model, [played[place][1] for place in members])
+        for place, of_group in zip(members, found, strict=True):
+            scores[place] = of_group
+    return scores
 
 
 def record(run: Run, step: int, experience: Experience, update: dict[str, float]) -> None:
     """Metrics of the step, and now and then its episodes for a person to read."""
     config, monitor = run.config, run.monitor
     memory = [advantages.memory for advantages in experience.advantages]
+    memory_rewards = [advantages.memory_rewards for advantages in experience.advantages]
     metrics = {
         **rollout_metrics(experience.groups),
-        **(memory_metrics(experience.scores, memory) if experience.scores else {}),
+        **(memory_metrics(experience.scores, memory, memory_rewards) if experience.scores else {}),
+        "dropped/groups": float(experience.dropped.total()),
         **{f"dropped/{cause}": float(count) for cause, count in sorted(experience.dropped.items())},
         **{key if "/" in key else f"update/{key}": value for key, value in update.items()},
     }

@@ -63,7 +63,9 @@ class UpdateMetrics:
             difference = (logprobs - engine).abs()
             self._add("engine_tokens", count)
             self._add("engine_diff", difference.sum())
-            self._add("engine_kl", kl_penalty(engine, logprobs, "k3").sum())
+            engine_kl = kl_penalty(engine, logprobs, "k3")
+            self._add("engine_kl", engine_kl.sum())
+            self._raise("engine_kl_max", engine_kl)
             self._raise("engine_diff_max", difference)
         if reference is not None:
             kl = kl_penalty(logprobs, reference, "k3")
@@ -124,7 +126,7 @@ class UpdateMetrics:
         if sums.get("engine_tokens"):
             for name in ("engine_diff", "engine_kl"):
                 summary[f"{name}_mean"] = sums[name] / sums["engine_tokens"]
-            summary["engine_diff_max"] = maxima["engine_diff_max"]
+                summary[f"{name}_max"] = maxima[f"{name}_max"]
         return summary
 
     def _add(self, name: str, value: Tensor) -> None:

@@ -6,15 +6,17 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 
+from agent.prompts import PromptBuilder, system_prompt
 from agent.seeds import derive
 from envs.registry import make
 from envs.tasks.task import Task
 from eval.environments import drawn_task, pin
-from trainer.config import EnvironmentConfig
+from trainer.config import EnvironmentConfig, RunConfig
 
 _FINGERPRINTED = 64
 """Drawn questions that stand for the data in its fingerprint."""
@@ -66,3 +68,16 @@ class Questions:
         tasks = [draw.task for draw in self.draw(0, _FINGERPRINTED)]
         text = json.dumps([[task.id, task.questions, task.golds] for task in tasks])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def prompt_builders(config: RunConfig, tokenizer: Any) -> list[PromptBuilder]:
+    """One for each environment, with its own tools and turns in the rules; one object where the rules are equal."""
+    known: dict[str, PromptBuilder] = {}
+    builders = []
+    for source in config.environment:
+        env: Any = make(source.id, **source.kwargs).unwrapped
+        rules = system_prompt(env.tool_help, config.model.prompt, env.max_turns, config.model.call_style)
+        if rules not in known:
+            known[rules] = PromptBuilder(tokenizer, rules, max_prompt_tokens=config.rollout.max_prompt_tokens)
+        builders.append(known[rules])
+    return builders

@@ -12,6 +12,7 @@ from agent.trajectory import Group, Trajectory
 
 Scores = Sequence[Sequence[Sequence[MemoryScore]]]
 MemoryAdvantages = Sequence[Sequence[Sequence[float]]]
+MemoryRewards = Sequence[Sequence[Sequence[float | None]]]
 
 _ENOUGH = 8
 """Memories of one turn index below which its mean advantage says nothing."""
@@ -22,23 +23,24 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return {**_rewards(groups), **_behaviour(groups), **_tokens(groups), **_repetition(groups)}
 
 
-def memory_metrics(scores: Scores, advantages: MemoryAdvantages) -> dict[str, float]:
+def memory_metrics(scores: Scores, advantages: MemoryAdvantages, rewards: MemoryRewards) -> dict[str, float]:
     """P_mem, P_full, R_M and A_M, over all turns and by turn index (counted from 1).
 
     Args:
         scores: by group, trajectory, turn.
         advantages: A_M in the same shape; 0 where a turn has no memory.
+        rewards: R_M in the same shape, less the baseline that the run subtracts; None where a turn has none.
     """
     values: defaultdict[str, list[float]] = defaultdict(list)
-    for group_scores, group_advantages in zip(scores, advantages, strict=True):
-        for by_turn, advantage_by_turn in zip(group_scores, group_advantages, strict=True):
-            for index, (score, advantage) in enumerate(zip(by_turn, advantage_by_turn, strict=True), 1):
-                if score.p_mem is None:
+    for group in zip(scores, advantages, rewards, strict=True):
+        for trajectory in zip(*group, strict=True):
+            for index, (score, advantage, reward) in enumerate(zip(*trajectory, strict=True), 1):
+                if score.p_mem is None or reward is None:
                     continue
                 for where in ("", f"_turn{index}"):
                     values[f"p_mem{where}"].append(score.p_mem)
                     values[f"p_full{where}"].append(score.p_full)
-                    values[f"r_mem{where}"].append(score.p_mem - score.p_full)
+                    values[f"r_mem{where}"].append(reward)
                     values[f"a_mem{where}"].append(advantage)
     by_turn_mean = [
         abs(fmean(items))
@@ -101,6 +103,9 @@ def _tokens(groups: Sequence[Group]) -> dict[str, float]:
         "tokens/peak": _mean(t.peak_tokens for t in trajectories),
         "tokens/completion": _mean(t.completion_tokens for t in trajectories),
         "tokens/prompt": _mean(t.total_tokens - t.completion_tokens for t in trajectories),
+        "tokens/memory": sum(memory) / max(len(trajectories), 1),
+        "tokens/thought_and_action": (sum(t.completion_tokens for t in trajectories) - sum(memory))
+        / max(len(trajectories), 1),
         "tokens/memory_block": _mean(memory),
         "tokens/memory_block_max": float(max(memory, default=0)),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -66,26 +66,6 @@ class RowReport:
     advantages: list[GroupAdvantages] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=dict)
-
-    def metrics(self) -> dict[str, float]:
-        """Advantages and memory rewards of the step, over all and by turn index (counted from 1)."""
-        metrics = {f"dropped/{cause}": float(number) for cause, number in sorted(self.dropped.items())}
-        by_turn: dict[int, list[tuple[float, float]]] = {}
-        for group in self.advantages:
-            for rewards, values in zip(group.memory_rewards, group.memory, strict=True):
-                for turn, (reward, value) in enumerate(zip(rewards, values, strict=True), start=1):
-                    if reward is not None:
-                        by_turn.setdefault(turn, []).append((reward, value))
-        everything = [pair for pairs in by_turn.values() for pair in pairs]
-        if everything:
-            metrics["memory/reward"] = _mean([reward for reward, _ in everything])
-            metrics["memory/positive"] = _mean([float(value > 0) for _, value in everything])
-            metrics["memory/negative"] = _mean([float(value < 0) for _, value in everything])
-        for turn, pairs in sorted(by_turn.items()):
-            metrics[f"memory/reward_turn_{turn}"] = _mean([reward for reward, _ in pairs])
-            metrics[f"memory/advantage_turn_{turn}"] = _mean([value for _, value in pairs])
-            metrics[f"memory/count_turn_{turn}"] = float(len(pairs))
-        return metrics
 
 
 def group_advantages(group: Group, scores: GroupScores | None, config: AlgorithmConfig) -> GroupAdvantages:
@@ -246,16 +226,3 @@ def _cause(group: Group) -> str:
     if len(known) < 2:
         return "unscored"
     return "all_zero" if not any(known) else "all_equal"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def merge_counts(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Sum dropped groups over several draws of one step."""
-    merged: dict[str, int] = {}
-    for count in counts:
-        for cause, number in count.items():
-            merged[cause] = merged.get(cause, 0) + number
-    return merged

@@ -32,9 +32,7 @@ from rich.table import Table
 from agent.engines.local import LocalEngine
 from agent.memory_score import MemoryScorer
 from agent.models import LoadedModel, load_model, save_model
-from agent.prompts import PromptBuilder, system_prompt
 from envs.errors import UserError
-from envs.registry import make
 from eval.runner import Progress
 from trainer.checkpoint import CheckpointStore, restore_rng
 from trainer.config import RunConfig, load_config, recipe_names, write_config
@@ -43,7 +41,7 @@ from trainer.loop import Run, train
 from trainer.monitor import Monitor
 from trainer.plots import plot_run
 from trainer.policy import first_policy
-from trainer.questions import Questions
+from trainer.questions import Questions, prompt_builders
 from trainer.validation import Validation
 
 FAILED, BAD_INPUT = 1, 2
@@ -131,14 +129,9 @@ def assemble(
 ) -> Run:
     """Everything a run is made of, ready for the step after ``steps_done`` (what later ones wrote is forgotten)."""
     questions = Questions(config.environment, config.seed)
-    env = make(config.environment[0].id, **config.environment[0].kwargs)
-    rules = system_prompt(
-        env.unwrapped.tool_help,  # type: ignore[attr-defined]
-        config.model.prompt,
-        env.unwrapped.max_turns,  # type: ignore[attr-defined]
-        config.model.call_style,
-    )
-    prompts = PromptBuilder(policy.tokenizer, rules, max_prompt_tokens=config.rollout.max_prompt_tokens)
+    prompts = prompt_builders(config, policy.tokenizer)
+    lead = config.model.answer_lead
+    scorers = {b: MemoryScorer(policy.tokenizer, prompts=b, answer_lead=lead) for b in dict.fromkeys(prompts)}
     learner = Learner(policy.model, config.learner, seed=config.seed)
     engine = LocalEngine(learner.model, policy.tokenizer, max_batch=config.rollout.max_batch)
     monitor = Monitor(
@@ -153,11 +146,11 @@ def assemble(
         questions=questions,
         engine=engine,
         prompts=prompts,
-        scorer=MemoryScorer(policy.tokenizer, prompts=prompts, answer_lead=config.model.answer_lead),
+        scorers=[scorers[builder] for builder in prompts],
         learner=learner,
         monitor=monitor,
         checkpoints=CheckpointStore(folder / "checkpoints", config.output.keep),
-        validation=Validation(config, prompts, _progress_line(console)),
+        validation=Validation(config, prompts[0], _progress_line(console)),
     )
 
 

@@ -74,6 +74,8 @@ def test_rewards_behaviour_and_tokens() -> None:
     assert metrics["tokens/completion"] == (10 + 5 + 5 + 5) / 4
     assert metrics["tokens/prompt"] == metrics["tokens/total"] - metrics["tokens/completion"]
     assert metrics["tokens/memory_block"] == 2.0
+    assert metrics["tokens/memory"] == 8 / 4  # four blocks of two tokens in four episodes
+    assert metrics["tokens/thought_and_action"] == (25 - 8) / 4
 
 
 def test_repetition_counts_questions_not_rollouts() -> None:
@@ -96,16 +98,20 @@ def test_memory_scores_by_turn() -> None:
         [[MemoryScore(None, 0.3)], [MemoryScore(0.6, 0.6)]],
     ]
     advantages = [[[-1.0, 1.5], [0.5]], [[0.0], [0.0]]]
-    metrics = memory_metrics(scores, advantages)
+    # The baseline "previous": turn 1 less the question alone, turn 2 less the memory before.
+    rewards = [[[0.1, 0.7], [0.3]], [[None], [0.0]]]
+    metrics = memory_metrics(scores, advantages, rewards)
     assert metrics["memory/p_mem"] == pytest.approx((0.2 + 0.9 + 0.4 + 0.6) / 4)
     assert metrics["memory/p_full"] == pytest.approx((0.1 + 0.5 + 0.1 + 0.6) / 4)
     assert metrics["memory/r_mem_turn1"] == pytest.approx((0.1 + 0.3 + 0.0) / 3)
     assert metrics["memory/a_mem_turn2"] == 1.5
+    assert metrics["memory/r_mem_turn2"] == 0.7 and metrics["memory/p_full_turn2"] == 0.5
+    assert metrics["memory/r_mem"] == pytest.approx((0.1 + 0.7 + 0.3 + 0.0) / 4)
     assert metrics["memory/positive_share"] == 0.5 and metrics["memory/negative_share"] == 0.25
     assert metrics["memory/a_mem_turn_bias"] == 0.0  # too few memories of a turn to say
 
 
 def test_a_bias_of_early_turns_is_seen() -> None:
     scores = [[[MemoryScore(0.1, 0.0), MemoryScore(0.9, 0.0)]] * 8]
-    metrics = memory_metrics(scores, [[[-1.0, 1.0]] * 8])
+    metrics = memory_metrics(scores, [[[-1.0, 1.0]] * 8], [[[0.1, 0.9]] * 8])
     assert metrics["memory/a_mem_turn_bias"] == 1.0

@@ -10,7 +10,7 @@ import pytest
 from agent.trajectory import Group, Trajectory, Turn
 from envs.tasks.task import Task
 from trainer.algorithm import AlgorithmConfig
-from trainer.rows import merge_counts, rows_from_groups
+from trainer.rows import rows_from_groups
 
 TASK = Task(id="1", questions=("?",), golds=(("gold",),))
 HALF = 0.5
@@ -115,7 +115,6 @@ def test_groups_without_signal_are_dropped_by_cause_and_memory_signal_keeps_them
     assert report.kept == [3, 4]
     assert [row.question for row in rows] == [3, 3, 4, 4]
     assert len({row.trajectory for row in rows}) == 4
-    assert report.metrics()["dropped/all_zero"] == 1
     # GRPO sees no signal in the memories.
     _, report = rows_from_groups(groups, None, AlgorithmConfig(alpha=0.0, drop_groups_without_signal=True))
     assert report.kept == [4] and report.dropped["all_zero"] == 2
@@ -171,22 +170,6 @@ def test_scores_must_fit():
         rows_from_groups(groups, [], AlgorithmConfig())
     with pytest.raises(ValueError, match=r"\[1, 1\] turns by trajectory, its scores have \[1, 2\]"):
         rows_from_groups(groups, [scored([0.1], [0.1, 0.2])], AlgorithmConfig())
-
-
-def test_metrics_by_turn():
-    groups = [group((1.0, [turn(), turn()]), (0.0, [turn()]))]
-    _, report = rows_from_groups(groups, [scored([0.2, 0.9], [0.4])], UNSCALED)
-    metrics = report.metrics()
-    assert metrics["memory/reward"] == pytest.approx(0.5)
-    assert metrics["memory/reward_turn_1"] == pytest.approx(0.3)
-    assert metrics["memory/advantage_turn_1"] == pytest.approx(-0.2)
-    assert metrics["memory/advantage_turn_2"] == pytest.approx(0.4)
-    assert metrics["memory/positive"] == pytest.approx(1 / 3)
-    assert metrics["memory/negative"] == pytest.approx(2 / 3)
-
-
-def test_counts_of_several_draws_add_up():
-    assert merge_counts([{"all_zero": 1}, {"all_zero": 2, "unscored": 1}]) == {"all_zero": 3, "unscored": 1}
 
 
 def test_rows_carry_the_engines_tokens_untouched():

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from envs.errors import UserError
-from trainer import run
+from trainer import replay, run
 from trainer.config import RunConfig, load_config
 
 SMALL = [
@@ -93,6 +93,37 @@ def test_two_steps_and_a_resume_equal_four_steps(four_steps: Path, tmp_path: Pat
     assert {**first, "seconds": 0} == {**second, "seconds": 0}
 
 
+@pytest.mark.parametrize("step", [1, 3])
+def test_an_update_from_the_dump_equals_the_original_to_the_bit(four_steps: Path, step: int) -> None:
+    found = replay.replay(four_steps, step)
+    row = json.loads((four_steps / "metrics.jsonl").read_text().splitlines()[step - 1])
+    assert found.metrics == {key: value for key, value in row.items() if key.startswith("update/")}
+    assert found.metrics["update/grad_norm"] > 0 and found.metrics["update/optimizer_steps"] >= 1
+    kept = load_file(four_steps / "checkpoints" / f"step-{step:06d}" / "state.safetensors")
+    weights_kept = [value for key, value in kept.items() if ".model." in key]
+    own = {name: p for name, p in found.learner.model.named_parameters()}
+    assert len(weights_kept) >= len(own) > 10  # tied weights are named once
+    for name, parameter in own.items():
+        assert any(value.shape == parameter.shape and value.equal(parameter) for value in weights_kept), name
+    assert found.differing == [] and found.compared[1] > 3 * len(own)
+    assert replay.main([str(four_steps), str(step)]) == 0
+
+
+def test_a_replay_notices_what_differs(four_steps: Path, tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "changed"
+    shutil.copytree(four_steps, folder)
+    dump = folder / "rollouts" / "step-0002.jsonl"
+    lines = dump.read_text().splitlines(keepends=True)
+    dump.write_text("".join(lines[1:]))
+    assert replay.main([str(folder), "2"]) == 1
+    assert "differs: update/trained_tokens" in capsys.readouterr().out
+    shutil.rmtree(folder / "checkpoints" / "step-000001")
+    assert replay.main([str(folder), "2"]) == 2
+    assert "no checkpoint of step 1" in capsys.readouterr().err
+    assert replay.main([str(folder), "9"]) == 2
+    assert "no step 9 (steps: 1 to 4)" in capsys.readouterr().err
+
+
 def test_a_resume_with_other_data_is_refused(four_steps: Path, tmp_path: Path) -> None:
     folder = tmp_path / "changed"
     shutil.copytree(four_steps, folder)
@@ -133,6 +164,8 @@ def test_the_final_table_and_the_first_policy_come_from_the_same_questions(four_
         "two-loss",
         "imitation",
         "ppo",
+        "mixture",
+        "mempo-none",
     ],
 )
 def test_every_recipe_trains_a_step(recipe: str, tmp_path: Path) -> None:
