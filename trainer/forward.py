@@ -26,6 +26,9 @@ _KEPT_LOGITS = 2**24
 _KEPT_LOGITS_ACCELERATOR = 2**27
 
 
+Layout = Literal["branches", "packed"]
+
+
 @dataclass(frozen=True)
 class TokenScores:
     """``(N,)`` log-probs (nats, temperature applied) of a micro-batch's trained tokens and the entropies
@@ -57,17 +60,21 @@ class Forward:
         self.entropy_gradient = entropy_gradient
         self._plain = _base(model)
         self._own_head: bool | None = None
-        self._layouts: dict[str, bool] = {}
+        self._refusals: dict[str, str | None] = {}
 
-    def agrees(self, layout: Literal["branches", "packed"]) -> bool:
+    def agrees(self, layout: Layout) -> bool:
         """Whether the model computes the same in a layout as row by row, found out once on a few tokens.
 
         ``branches``: prompts shared under an explicit mask; ``packed``: rows told apart by their positions
         alone.
         """
-        if layout not in self._layouts:
-            self._layouts[layout] = _layout_agrees(self, layout)
-        return self._layouts[layout]
+        return self.why_not(layout) is None
+
+    def why_not(self, layout: Layout) -> str | None:
+        """What stands against a layout, or None."""
+        if layout not in self._refusals:
+            self._refusals[layout] = _why_not(self, layout)
+        return self._refusals[layout]
 
     @property
     def device(self) -> torch.device:
@@ -189,11 +196,13 @@ def _head_is_last(model: Any) -> bool:
 
 
 @torch.no_grad()
-def _layout_agrees(forward: Forward, layout: Literal["branches", "packed"]) -> bool:
+def _why_not(forward: Forward, layout: Layout) -> str | None:
     plain = forward._plain
-    one_mask = plain.config._attn_implementation in ("sdpa", "eager") and not _is_windowed(plain.config)
-    if layout == "branches" and not one_mask:
-        return False  # kernels without a mask, or layers of several kinds that one mask cannot stand for
+    implementation = plain.config._attn_implementation
+    if layout == "branches" and implementation not in ("sdpa", "eager"):
+        return f"its attention implementation is {implementation!r}, which takes no explicit mask"
+    if layout == "branches" and _is_windowed(plain.config):
+        return "it has sliding-window layers, for which one explicit mask cannot stand"
     vocabulary = plain.get_output_embeddings().weight.shape[0]
     rows = [_probe(tuple(token % vocabulary for token in completion)) for completion in ((5, 6, 7), (8, 9))]
     single = torch.cat([forward(micro_batches([row], 64)[0]).logprobs for row in rows])
@@ -203,9 +212,11 @@ def _layout_agrees(forward: Forward, layout: Literal["branches", "packed"]) -> b
         else:
             batch = micro_batches(rows, 64, layout="packed")[0]
         together = forward(batch).logprobs
-    except (TypeError, ValueError, RuntimeError):
-        return False  # the model does not take positions, or not this mask
-    return torch.allclose(single, together, rtol=0.0, atol=1e-3 if forward.autocast == "none" else 0.1)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"it takes no positions, or not this mask ({type(error).__name__})"
+    if not torch.allclose(single, together, rtol=0.0, atol=1e-3 if forward.autocast == "none" else 0.1):
+        return "its log-probs differ from those of separate rows"
+    return None
 
 
 def _is_windowed(config: Any) -> bool:

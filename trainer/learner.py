@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -64,6 +65,7 @@ class Learner:
         self.optimizer = build_optimizer(model, config.optimizer)
         self.skipped_steps = 0
         self._nonfinite_in_a_row = 0
+        self._warned = False
         self._shuffle = torch.Generator().manual_seed(seed)
         self._policy = self._forward_of(model)
         self._frozen = None if self.reference is None else self._forward_of(self.reference)
@@ -248,7 +250,18 @@ class Learner:
         config = self.config
         if config.forward == "packed" and not self._policy.agrees("packed"):
             raise ValueError("this model does not tell packed rows apart: set learner.forward = 'padded'")
-        share = config.share_prompts and config.forward == "padded" and self._policy.agrees("branches")
+        share = config.share_prompts and config.forward == "padded"
+        refusal = self._policy.why_not("branches") if share else None
+        if refusal is not None:
+            share = False
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"{type(self.model).__name__} computes a prompt again for every row that has it, slower "
+                    f"than with share_prompts: {refusal}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         return micro_batches(rows, config.tokens_per_micro_batch, layout=config.forward, share_prompts=share)
 
     @torch.no_grad()

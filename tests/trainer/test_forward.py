@@ -213,6 +213,7 @@ def test_packed_rows_keep_a_sliding_window():
 def test_sliding_windows_do_not_share_prompts():
     """One explicit mask cannot stand for layers of two kinds."""
     assert not Forward(soft_capped()).agrees("branches")
+    assert "sliding-window" in str(Forward(soft_capped()).why_not("branches"))
     assert Forward(toy.qwen()).agrees("branches") and Forward(toy.qwen()).agrees("packed")
     assert Forward(toy.gpt2()).agrees("branches") and Forward(toy.gpt2()).agrees("packed")
 

@@ -2,12 +2,14 @@
 
 import copy
 import math
+import warnings
 from typing import Any
 
 import pytest
 import torch
 
 from tests.trainer import toy
+from tests.trainer.test_forward import soft_capped
 from tests.trainer.toy import row
 from trainer.algorithm import AlgorithmConfig, CriticConfig, LearnerConfig, OptimizerConfig
 from trainer.learner import Learner, NonFiniteError
@@ -338,6 +340,23 @@ def test_garbage_where_nothing_is_trained_has_no_influence():
     assert torch.equal(gradient(Learner(model, config(), toy.qwen(9)), dirty), plain)
 
 
+def test_prompts_that_cannot_be_shared_are_named_once():
+    def learner(model: Any, **settings: Any) -> Learner:
+        return Learner(model, config(kl_coef=0.0, **settings))
+
+    windowed = learner(soft_capped())
+    rows = rows_of(windowed.model)
+    with pytest.warns(RuntimeWarning, match=r"Gemma2ForCausalLM computes a prompt again.*sliding") as caught:
+        first = windowed.update(rows)
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        windowed.update(rows)
+        asked = learner(soft_capped(), share_prompts=False).update(rows)  # nobody expects it then
+        shared = learner(toy.qwen()).update(rows)
+    assert first["computed_tokens"] == asked["computed_tokens"] > shared["computed_tokens"]
+
+
 def test_an_update_of_nothing_is_refused():
     learner = Learner(toy.qwen(), config(kl_coef=0.0))
     with pytest.raises(ValueError, match="at least one row with a trained token"):
@@ -375,6 +394,9 @@ def test_metrics_are_what_they_say():
     assert metrics["ratio_min"] == pytest.approx(math.exp(0.1))
     assert metrics["engine_diff_max"] == pytest.approx(1.0)
     assert metrics["engine_diff_mean"] == pytest.approx(0.55)
+    # k3 of the engine to the trainer: exp(d) - 1 - d at d = 0.1 and 1.
+    assert metrics["engine_kl_max"] == pytest.approx(math.e - 2)
+    assert metrics["engine_kl_mean"] == pytest.approx((math.e - 2 + math.exp(0.1) - 1.1) / 2)
     assert metrics["trained_tokens"] == 2 and metrics["lr"] == 0.001
     assert metrics["computed_tokens"] == 3  # the prompt and the completion once, both rows
     assert 0 < metrics["entropy"] < math.log(toy.VOCABULARY)
