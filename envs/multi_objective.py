@@ -16,6 +16,7 @@ from envs.rewards import RewardSetting
 from envs.scoring import mem1_train, score_objectives
 from envs.search_qa import SearchQA, TaskPool, checked_index
 from envs.tasks import Task
+from envs.tasks.searches import search_chain
 
 JOINER = " + "
 """Between the ids of the questions in a task's id."""
@@ -97,7 +98,7 @@ class MultiObjectiveQA(SearchQA):
 
 def join_tasks(tasks: Sequence[Task]) -> Task:
     """Single-question tasks as one; ``metadata["chains"]`` has each one's chain, if all have one."""
-    chains = [task.metadata.get("chain") for task in tasks]
+    chains = [search_chain(task) for task in tasks]
     metadata: dict[str, Any] = {"parts": [task.id for task in tasks]}
     if all(chains):
         metadata["chains"] = chains

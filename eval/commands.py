@@ -26,7 +26,7 @@ def add_subject_options(parser: argparse.ArgumentParser) -> None:
     who.add_argument(
         "--run", type=Path, metavar="FOLDER", help="a training run: its model and its cold start"
     )
-    who.add_argument("--player", metavar="NAME", help="a scripted player: expert or random")
+    who.add_argument("--player", metavar="NAME", help="a scripted player: expert, random or recorded:RUN")
     who.add_argument(
         "--endpoint",
         metavar="URL",

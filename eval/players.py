@@ -10,7 +10,7 @@ from typing import Any
 import gymnasium as gym
 
 from agent.engines.base import Engine
-from agent.engines.scripted import ScriptedPlayer
+from agent.engines.scripted import RecordingEnded, ScriptedPlayer
 from agent.memory_score import MemoryScore
 from agent.prompts import PromptBuilder
 from agent.rollout import EpisodeError, Limits, Sampling, SeedKey, play_episode
@@ -109,9 +109,13 @@ class TextPlayer:
         observation, info = env.reset(seed=derive(*seed_key, "reset") % 2**31)
         turns: list[TurnRecord] = []
         answer: str | None = None
-        reward, ended = 0.0, False
+        reward, ended, stop = 0.0, False, ""
         while not ended:
-            text = player.act(observation, info)
+            try:
+                text = player.act(observation, info)
+            except RecordingEnded:  # as where a turn hit the token limit: nobody knows what comes next
+                answer, stop = None, "recording"
+                break
             prompt_tokens = self._count(observation)
             try:
                 observation, paid, terminated, truncated, info = env.step(text)
@@ -143,11 +147,16 @@ class TextPlayer:
             questions=task.questions,
             golds=task.golds,
             answer=answer,
-            stop_reason=str(info.get("stop_reason") or ""),
+            stop_reason=stop or str(info.get("stop_reason") or ""),
             turns=tuple(turns),
             reward=reward,
             tags=task_tags(task),
         )
+
+
+def recorded_turns(sample: Sample) -> tuple[str, ...]:
+    """What a sample's player said, for `RecordedPlayer`."""
+    return tuple(turn.text for turn in sample.turns)
 
 
 def text_hash(text: str) -> str:

@@ -1,7 +1,8 @@
-"""Who is evaluated: a model in this process, or a scripted player, ready to make a player for each benchmark."""
+"""Who is evaluated: a model, an endpoint or a scripted player, ready to make a player for each benchmark."""
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,22 +14,24 @@ import torch
 
 from agent.engines.base import Engine
 from agent.engines.local import LocalEngine
-from agent.engines.scripted import Expert, Habits, RandomPlayer
+from agent.engines.scripted import Expert, Habits, RandomPlayer, RecordedPlayer, ScriptedPlayer
 from agent.memory_score import MemoryScore, MemoryScorer
 from agent.models import LoadedModel, load_model
 from agent.prompts import PromptBuilder, system_prompt
-from agent.rollout import Limits, Sampling
+from agent.rollout import Limits, Sampling, SeedKey
 from agent.seeds import derive
 from agent.trajectory import Group, Trajectory
 from envs.errors import UserError, did_you_mean
 from envs.registry import make
 from envs.tasks import Task
 from eval.chat import ChatPlayer, Endpoint
-from eval.players import EnginePlayer, ScoreMemories, TextPlayer
+from eval.episode import sample_id
+from eval.players import EnginePlayer, ScoreMemories, TextPlayer, recorded_turns, text_hash
 from eval.runner import Player
+from eval.store import read_run
 
 _OF_THE_BENCHMARK = ("tasks", "retriever", "objectives", "reward", "max_turns")
-SCRIPTED = ("expert", "random")
+SCRIPTED = ("expert", "random", "recorded")
 SEARCH_SECONDS = 120.0
 """How long a search over a network may take before the attempt counts as failed."""
 
@@ -167,21 +170,55 @@ def _interface(manner: Manner) -> dict[str, Any]:
 
 
 class ScriptedSubject:
-    """The expert, who knows where to search, or a player that does anything."""
+    """A player without a model, by name.
 
-    def __init__(self, kind: str, interface: Mapping[str, Any] | None = None) -> None:
+    ``expert`` knows where to search; ``random`` does anything; ``recorded:RUN`` says again what the samples of
+    an evaluation run said, sample by sample, in whatever environment it is put.
+
+    Raises:
+        UserError: another name, or no run where the recording should be.
+    """
+
+    def __init__(self, name: str, interface: Mapping[str, Any] | None = None) -> None:
+        kind, _, source = name.partition(":")
         if kind not in SCRIPTED:
             raise UserError(f"unknown player {kind!r}{did_you_mean(kind, SCRIPTED)} ({', '.join(SCRIPTED)})")
-        self.name = kind
+        if (kind == "recorded") != bool(source):
+            raise UserError(
+                f"player {name!r}: 'recorded' alone takes a run folder, as in recorded:runs/eval/a-run"
+            )
+        self.name = name
         self.interface: Mapping[str, Any] = dict(interface or {})
+        self._kind, self._texts = kind, _recording(source) if source else {}
 
     def identity(self) -> dict[str, Any]:
-        return {"name": self.name, "kind": "scripted"}
+        if self._kind != "recorded":
+            return {"name": self.name, "kind": "scripted"}
+        said = json.dumps(sorted(self._texts.items()))
+        return {"name": self.name, "kind": "scripted", "recording": text_hash(said)}
 
     def player(self, env_id: str, env_kwargs: Mapping[str, Any], temperature: float) -> Player:
-        if self.name == "expert":
-            return TextPlayer(lambda task, key: Expert(task, _rng(*key), Habits()), "expert")
-        return TextPlayer(lambda task, key: RandomPlayer(_rng(*key)), "random")
+        return TextPlayer(self._make, self.name)
+
+    def _make(self, task: Task, key: SeedKey) -> ScriptedPlayer:
+        if self._kind == "expert":
+            return Expert(task, _rng(*key), Habits())
+        if self._kind == "random":
+            return RandomPlayer(_rng(*key))
+        texts = self._texts.get(sample_id(task.id, int(key[-1])))
+        if texts is None:
+            raise UserError(f"{self.name} has no sample {int(key[-1])} of task {task.id!r}")
+        return RecordedPlayer(texts)
+
+
+def _recording(folder: str) -> dict[str, tuple[str, ...]]:
+    """What was said in each sample of a run that did not fail."""
+    return {
+        sample.id: recorded_turns(sample)
+        for samples in read_run(folder).samples.values()
+        for sample in samples
+        if sample.error is None
+    }
 
 
 def _rng(*key: int | str) -> np.random.Generator:

@@ -18,7 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from envs.errors import UserError, did_you_mean
-from trainer.algorithm import AlgorithmConfig, LearnerConfig, check_together
+from trainer.algorithm import AlgorithmConfig, LearnerConfig, LoraConfig, OptimizerConfig, check_together
 
 
 class Section(BaseModel):
@@ -87,8 +87,24 @@ class HabitConfig(Section):
 class ColdStartConfig(Section):
     """Supervised start on right episodes of a teacher, as in the paper (there: GPT-4.1's)."""
 
-    source: Literal["none", "shipped", "train"] = "none"
-    """`shipped`: the model that comes with the package; `train`: make it now; `none`: start from `model.path`."""
+    source: Literal["none", "shipped", "train", "imitate"] = "none"
+    """`shipped`: the model that comes with the package; `train`: make it now; `none`: start from `model.path`;
+    `imitate`: let `model.path` imitate the teacher first."""
+    teacher: str = "expert"
+    """With `imitate`: `expert`, `recorded:RUN` (an evaluation run), a `.jsonl` of demonstrations, or the address of an
+    OpenAI-compatible endpoint (`http://host:port/v1`)."""
+    teacher_model: str = ""
+    """The model's name at the endpoint."""
+    teacher_temperature: float = Field(default=1.0, ge=0)
+    """Temperature at the endpoint."""
+    teacher_samples: int = Field(default=1, ge=1)
+    """Attempts at each question at the endpoint."""
+    think: bool = False
+    """The expert writes a short thought before each action."""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    """With `imitate`: optimizer and schedule."""
+    lora: LoraConfig | None = None
+    """With `imitate`: train adapters and merge them at the end."""
     objectives: dict[str, float] = Field(default_factory=lambda: {"1": 0.3, "2": 0.4, "3": 0.3})
     """Share of episodes by number of objectives."""
     habits: HabitConfig = HabitConfig()
@@ -193,9 +209,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _one_source_of_weights(self) -> RunConfig:
-        if self.cold_start.source == "none" and not self.model.path:
+        if self.cold_start.source in ("none", "imitate") and not self.model.path:
             raise ValueError(
-                "model.path is empty and cold_start.source is 'none': name a model folder or a cold start"
+                f"model.path is empty and cold_start.source is {self.cold_start.source!r}: "
+                "name a model folder or a cold start"
             )
         if self.rollout.temperature != self.learner.temperature:
             raise ValueError(

@@ -25,6 +25,40 @@ PANELS = (
 """What a run's picture shows: title, metric by name with its label, limits of the axis."""
 
 
+IMITATION = (
+    ("loss, nats a token", {"loss": "teacher's words"}, None),
+    (
+        "greedy, held-out questions",
+        {"validation/valid_turns": "valid turns", "validation/em": "EM", "validation/f1": "F1"},
+        (0.0, 1.0),
+    ),
+)
+"""What the picture of a supervised start shows."""
+
+
+def plot_imitation(rows: Rows, path: str | Path, title: str = "") -> None:
+    """A supervised start: loss by step (raw behind smoothed), and what was measured on held-out questions.
+
+    Raises:
+        ValueError: no rows.
+    """
+    if not rows:
+        raise ValueError("no rows: nothing to draw")
+    figure, axes = _figure(len(IMITATION), title)
+    for axis, (name, metrics, limits) in zip(axes, IMITATION, strict=True):
+        for colour, (key, label) in zip(COLOURS, metrics.items(), strict=False):
+            steps, values = series(rows, key)
+            if not steps:
+                continue
+            if key == "loss":
+                axis.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
+                axis.plot(steps, smooth(values, 0.9), color=colour, linewidth=2, label=label)
+            else:
+                axis.plot(steps, values, "o-", color=colour, linewidth=2, markersize=4, label=label)
+        _finish(axis, name, limits)
+    _save(figure, path)
+
+
 def plot_run(rows: Rows, path: str | Path, title: str = "") -> None:
     """One run: outcome, memory scores and tokens an episode by step, raw values behind a smoothed line.
 

@@ -3,6 +3,7 @@
 runs/<id>/
   config.toml           the resolved configuration; `python -m trainer.run runs/<id>/config.toml` repeats the run
   cold_start/  model/   plain Hugging Face folders: what the run started from, and what it made
+  imitation/            demonstrations and curve, when the cold start is made by imitation
   metrics.jsonl         a row a step; the same seed and settings give the same bytes
   timings.jsonl         wall clock, apart
   episodes/             some groups of some steps, for a person to read
@@ -36,6 +37,7 @@ from envs.errors import UserError
 from eval.runner import Progress
 from trainer.checkpoint import CheckpointStore, restore_rng
 from trainer.config import RunConfig, load_config, recipe_names, write_config
+from trainer.imitate import start_by_imitation
 from trainer.learner import Learner, NonFiniteError
 from trainer.loop import Run, train
 from trainer.monitor import Monitor
@@ -254,7 +256,10 @@ def _cold_start(config: RunConfig, folder: Path, console: Console) -> LoadedMode
         if step % 100 == 0 or step == steps:
             console.print(f"cold start {step}/{steps}  loss {loss:.3f}", highlight=False)
 
-    policy = first_policy(config, progress)
+    if config.cold_start.source == "imitate":
+        policy = start_by_imitation(config, folder / "imitation", console)
+    else:
+        policy = first_policy(config, progress)
     save_model(policy.model, policy.tokenizer, kept)
     return policy
 

@@ -18,6 +18,7 @@ import numpy as np
 import envs
 from agent.engines.scripted import CallStyle, Expert, Habits, Record, play
 from agent.memory_score import memory_context, step_text, transcript_context
+from envs.tasks.searches import search_chains
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,20 @@ def teach(
             lambda task: Expert(task, rng, habits, call_style=call_style, answer_lead=answer_lead),
             seed=int(rng.integers(2**31)),
         )
-        if record.scores.get("reward", 0.0) >= 1.0:
-            kept.append(_episode(record))
+        if is_right(record):
+            kept.append(episode_of(record))
     return kept, len(kept) / episodes
 
 
-def _episode(record: Record) -> Episode:
+def is_right(record: Record) -> bool:
+    """Whether the environment paid the full reward for the answer."""
+    return record.scores.get("reward", 0.0) >= 1.0
+
+
+def episode_of(record: Record) -> Episode:
+    """What is learnt from a played episode; names are those that the task's searches tell."""
     task = record.task
-    chains = task.metadata.get("chains") or [task.metadata["chain"]]
+    chains = search_chains(task) or []
     names = {hop["answer"] for chain in chains for hop in chain} | {
         hop["title"] for chain in chains for hop in chain if hop.get("title")
     }

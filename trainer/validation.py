@@ -47,6 +47,17 @@ class Validation:
         scores = result.summary()
         return {"validation/em": float(scores["em"]), "validation/f1": float(scores["f1"])}
 
+    def greedy(self, name: str, engine: Engine) -> dict[str, float]:
+        """Greedy scores, and the share of turns with a valid action, on the questions of a validation."""
+        settings, objectives = self._config.evaluation, self.objectives[0]
+        tasks = self._tasks(objectives, settings.questions, settings.validation_questions)
+        scores = self._evaluate(name, engine, objectives, tasks, 0.0).summary()
+        return {
+            "validation/valid_turns": 1.0 - float(scores["invalid_turns"]),
+            "validation/em": float(scores["em"]),
+            "validation/f1": float(scores["f1"]),
+        }
+
     @property
     def objectives(self) -> tuple[int, ...]:
         """Numbers of objectives that are evaluated; 0 stands for an environment without any such number."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from envs.errors import UserError
 from envs.grammar import render_call
+from envs.tasks.searches import search_chains
 from envs.tasks.task import Task
 
 CallStyle = Literal["search", "tool_call"]
@@ -85,7 +86,7 @@ class Expert:
     not remembered, and answered with ``unknown``.
 
     Args:
-        task: with ``chain`` in its metadata as `envs.tasks.factbook` builds it, or ``chains``, one each.
+        task: one whose metadata tells the searches to each answer, see `envs.tasks.searches`.
         rng: draws the habits.
         think: write a short thought before each action.
         answer_lead: written before the answer; a space spells its first word as it is spelt inside a text.
@@ -104,8 +105,8 @@ class Expert:
         answer_lead: str = "",
     ) -> None:
         self._answer_lead = answer_lead
-        chains = task.metadata.get("chains") or [task.metadata.get("chain")]
-        if not all(chains) or len(chains) != len(task.questions):
+        chains = search_chains(task)
+        if chains is None:
             raise UserError(
                 f"task {task.id!r} carries no chain of searches for each question; the expert needs one"
             )
@@ -224,11 +225,15 @@ class RandomPlayer:
         return f"<mem>{memory}</mem>{action}"
 
 
+class RecordingEnded(UserError):
+    """The episode asks for a turn that the recording does not have."""
+
+
 class RecordedPlayer:
     """Says what it was given, turn by turn.
 
     Raises:
-        UserError: the episode goes on after the last recorded turn.
+        RecordingEnded: the episode goes on after the last recorded turn.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -236,7 +241,9 @@ class RecordedPlayer:
 
     def act(self, observation: str, info: Mapping[str, Any]) -> str:
         if self._next >= len(self._texts):
-            raise UserError(f"the recording has {len(self._texts)} turns, but the episode asks for one more")
+            raise RecordingEnded(
+                f"the recording has {len(self._texts)} turns, but the episode asks for one more"
+            )
         self._next += 1
         return self._texts[self._next - 1]
 

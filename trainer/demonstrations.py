@@ -1,0 +1,253 @@
+"""Right episodes of a teacher, whoever it is: the data of a supervised start.
+
+- ``expert``: the scripted one, on tasks whose source tells the searches that lead to the answer.
+- an address: a large model behind an OpenAI-compatible endpoint plays every question, as GPT-4.1 did for the paper.
+- ``recorded:RUN``: what an evaluation run of any player left behind.
+- a ``.jsonl`` file that `write_demonstrations` made.
+
+Episodes that were played elsewhere are played once more in the student's own environment: what the student reads is
+what its environment shows, and an episode that does not come out right there teaches nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agent.engines.scripted import Expert, Habits, RecordedPlayer, RecordingEnded, ScriptedPlayer, play
+from agent.prompts import system_prompt
+from agent.seeds import derive
+from envs.errors import UserError
+from envs.registry import make
+from envs.tasks.rows import iterate_rows
+from envs.tasks.searches import search_chains
+from envs.tasks.task import Task
+from eval.benchmarks import Benchmark
+from eval.chat import ChatPlayer, Endpoint
+from eval.environments import draw_tasks, pin
+from eval.episode import Sample
+from eval.players import recorded_turns
+from eval.runner import Player
+from eval.session import Settings, run_session
+from eval.store import read_run
+from trainer.config import EnvironmentConfig, RunConfig
+from trainer.teacher import Episode, episode_of, is_right
+
+FILE = "demonstrations.jsonl"
+
+
+def demonstrate(config: RunConfig, folder: Path | None = None) -> tuple[list[Episode], Counter[str]]:
+    """Let the teacher of ``config.cold_start`` play the training questions and keep what is right.
+
+    Args:
+        folder: where an endpoint's episodes are written as they finish (an evaluation run; a second call goes on
+            with it). Needed for an endpoint only.
+
+    Returns:
+        Right episodes, and how many were ``played``, ``right``, and left out because nobody knows the
+        searches (``unknown``) or because the episode went another way here (``different``).
+
+    Raises:
+        UserError: an unknown teacher, a source that is not there, not one right episode.
+    """
+    teacher, counts = config.cold_start.teacher, Counter[str]()
+    if teacher.endswith(".jsonl"):
+        episodes = read_demonstrations(Path(teacher))
+        counts.update(played=len(episodes), right=len(episodes))
+    elif teacher == "expert":
+        episodes = _by_expert(config, counts)
+    elif teacher.startswith("recorded:"):
+        samples = read_run(teacher.removeprefix("recorded:")).samples
+        episodes = _replayed(config, [s for each in samples.values() for s in each], counts)
+    elif teacher.startswith(("http://", "https://")):
+        if folder is None:
+            raise UserError("a teacher behind an endpoint needs a folder for its episodes")
+        episodes = _replayed(config, _ask_endpoint(config, folder), counts)
+    else:
+        raise UserError(
+            f"teacher {teacher!r} is none of: expert, recorded:RUN, a .jsonl file, the address of an endpoint"
+        )
+    if not episodes:
+        raise UserError(f"teacher {teacher!r} gave no right episode ({_told(counts)})")
+    return episodes, counts
+
+
+def write_demonstrations(path: Path, episodes: Iterable[Episode]) -> None:
+    """One episode a line; whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.new")
+    with aside.open("w", encoding="utf-8") as file:
+        for episode in episodes:
+            file.write(json.dumps(asdict(episode), ensure_ascii=True) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def read_demonstrations(path: Path) -> list[Episode]:
+    """Inverse of `write_demonstrations`.
+
+    Raises:
+        UserError: no such file, or a row of another form, named by its line.
+    """
+    return [_episode(row, where) for where, row in iterate_rows(path)]
+
+
+def _episode(row: Mapping[str, Any], where: str) -> Episode:
+    missing = [field.name for field in fields(Episode) if field.name not in row]
+    try:
+        if missing:
+            raise ValueError(f"{missing[0]} is missing")
+        episode = Episode(
+            question=str(row["question"]),
+            gold_answer=str(row["gold_answer"]),
+            turns=tuple((str(seen), str(said)) for seen, said in row["turns"]),
+            information=tuple(map(str, row["information"])),
+            memories=tuple(None if memory is None else str(memory) for memory in row["memories"]),
+            names=tuple(map(str, row["names"])),
+        )
+        if not len(episode.turns) == len(episode.information) == len(episode.memories) > 0:
+            raise ValueError("turns, information and memories differ in length")
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{where}: no demonstration ({error})") from None
+    return episode
+
+
+def _sources(config: RunConfig) -> list[tuple[EnvironmentConfig, list[Task]]]:
+    """Each training environment with its share of the tasks: every one at most once."""
+    weights = sum(source.weight for source in config.environment)
+    found = []
+    for source in config.environment:
+        share = max(1, round(config.cold_start.episodes * source.weight / weights))
+        known = getattr(make(source.id, **source.kwargs).unwrapped, "num_tasks", None)
+        count = min(share, known) if isinstance(known, int) else share
+        found.append((source, draw_tasks(source.id, source.kwargs, count)))
+    return found
+
+
+def _by_expert(config: RunConfig, counts: Counter[str]) -> list[Episode]:
+    settings = config.cold_start
+    habits = Habits(**settings.habits.model_dump())
+
+    def expert(task: Task) -> ScriptedPlayer | None:
+        if search_chains(task) is None:
+            return None
+        rng = np.random.default_rng(derive(config.seed, task.id, "teacher"))
+        style, lead = config.model.call_style, config.model.answer_lead
+        return Expert(task, rng, habits, style, settings.think, lead)
+
+    return [
+        episode
+        for source, tasks in _sources(config)
+        for episode in _play(source, ((task, expert) for task in tasks), counts)
+    ]
+
+
+def _replayed(config: RunConfig, samples: Sequence[Sample], counts: Counter[str]) -> list[Episode]:
+    right = [sample for sample in samples if sample.error is None and sample.reward >= 1.0]
+    counts["played"] += len(samples) - len(right)
+    episodes: list[Episode] = []
+    places = {task.id: (source, task) for source, tasks in _sources(config) for task in tasks}
+    for sample in right:
+        if sample.task_id not in places:
+            raise UserError(
+                f"the recorded episodes answer {sample.task_id!r}, which is no training question here"
+            )
+        source, task = places[sample.task_id]
+        episodes += _play(source, [(task, partial(_recording, sample))], counts)
+    return episodes
+
+
+def _recording(sample: Sample, task: Task) -> RecordedPlayer:
+    return RecordedPlayer(recorded_turns(sample))
+
+
+def _play(
+    source: EnvironmentConfig,
+    jobs: Iterable[tuple[Task, Callable[[Task], ScriptedPlayer | None]]],
+    counts: Counter[str],
+) -> list[Episode]:
+    env = make(source.id, **source.kwargs)
+    kept: list[Episode] = []
+    for task, choose in jobs:
+        player = choose(task)
+        if player is None:
+            counts["unknown"] += 1
+            continue
+        counts["played"] += 1
+        try:
+            record = play(pin(env, task), player, seed=0)
+        except RecordingEnded:
+            counts["different"] += 1
+            continue
+        if is_right(record):
+            counts["right"] += 1
+            kept.append(episode_of(record))
+        elif isinstance(player, RecordedPlayer):
+            counts["different"] += 1
+    env.close()
+    return kept
+
+
+class _Teacher:
+    """The subject of an evaluation run whose samples are a teacher's episodes."""
+
+    def __init__(self, config: RunConfig) -> None:
+        settings = config.cold_start
+        if not settings.teacher_model:
+            raise UserError("a teacher behind an endpoint needs cold_start.teacher_model, its name there")
+        self.name = settings.teacher_model
+        self.interface: Mapping[str, Any] = {}
+        self._config = config
+
+    def identity(self) -> dict[str, Any]:
+        settings = self._config.cold_start
+        return {
+            "name": self.name,
+            "kind": "teacher",
+            "url": settings.teacher,
+            "model": settings.teacher_model,
+        }
+
+    def player(self, env_id: str, env_kwargs: Mapping[str, Any], temperature: float) -> Player:
+        base: Any = make(env_id, **env_kwargs).unwrapped
+        # The rules at least: a teacher was not trained on the grammar, whatever its student reads.
+        style = "paper" if self._config.model.prompt == "compact" else self._config.model.prompt
+        rules = system_prompt(base.tool_help, style, base.max_turns, self._config.model.call_style)
+        endpoint = Endpoint(self._config.cold_start.teacher, self._config.cold_start.teacher_model)
+        return ChatPlayer(endpoint, rules, temperature, self._config.rollout.max_new_tokens)
+
+
+def _ask_endpoint(config: RunConfig, folder: Path) -> list[Sample]:
+    settings = config.cold_start
+    benchmarks = []
+    for number, (source, tasks) in enumerate(_sources(config)):
+        kwargs = dict(source.kwargs)
+        where = kwargs.pop("tasks", None)
+        benchmarks.append(
+            Benchmark(
+                f"teacher-{number}",
+                (where,) if isinstance(where, str) else (),
+                source.id,
+                kwargs,
+                questions=len(tasks),
+                samples=settings.teacher_samples,
+                temperature=settings.teacher_temperature,
+            )
+        )
+    run = run_session(
+        _Teacher(config), benchmarks, folder, Settings(config.seed, concurrency=32), reports=False
+    )
+    return [sample for each in run.samples.values() for sample in each]
+
+
+def _told(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items())) or "nothing played"
