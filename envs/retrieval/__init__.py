@@ -65,11 +65,14 @@ def load_retriever(source: str) -> Retriever:
 
 @lru_cache(maxsize=4)
 def _embedded(source: str) -> Retriever:
+    if source == "factbook":
+        from envs.tasks.factbook.full import full_corpus
+
+        return full_corpus()[1]
     from envs.retrieval.bm25 import Bm25Retriever
     from envs.tasks.factbook import build_world
 
-    world = build_world("tiny" if source == "factbook-tiny" else "full")
-    return Bm25Retriever.from_passages(world.passages)
+    return Bm25Retriever.from_passages(build_world("tiny").passages)
 
 
 @lru_cache(maxsize=16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -210,23 +211,35 @@ def test_broken_blocks(text: str, problem: str | None) -> None:
 
 
 EPISODES = """
+import json
 import envs
-for id in ("mempo/SearchQA-v0", "mempo/MultiObjectiveQA-v0"):
-    env = envs.make(id)
+from envs.check import plausible_calls
+
+for id in envs.list_ids():
+    env = envs.make(id, max_turns=6)
     for seed in (0, 1, 2**40):
-        print(repr(env.reset(seed=seed)))
+        steps = [env.reset(seed=seed)]
         env.action_space.seed(seed)
-        for _ in range(3):
-            print(repr(env.step("<mem>m</mem><search>capital " + env.action_space.sample()[:20] +
-            "</search>")))
+        for call in plausible_calls(env.unwrapped)[:3]:
+            steps.append(env.step(f"<mem>{env.action_space.sample()[:20]}</mem>{call}"))
+        steps += [env.step("<answer>test</answer>"), env.reset()]  # the last goes on from the seed
+        for step in steps:
+            print(json.dumps([id, seed, *step]))
 """
 
 
 def test_two_processes_with_one_seed_see_the_same_episodes() -> None:
-    outputs = []
+    """Every id, in two processes that run side by side and hash texts differently."""
+    started = []
     for hash_seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
-        outputs.append(
-            subprocess.run([sys.executable, "-c", EPISODES], env=environment, capture_output=True, check=True)
-        )
-    assert outputs[0].stdout == outputs[1].stdout and outputs[0].stdout.count(b"Doc 1(Title") > 5
+        command = [sys.executable, "-c", EPISODES]
+        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE))
+    first, second = (process.communicate(timeout=300)[0] for process in started)
+    assert [process.returncode for process in started] == [0, 0]
+    assert first == second
+    rows = [json.loads(line) for line in first.splitlines()]
+    for id in envs.list_ids():
+        assert len({row[1] for row in rows if row[0] == id}) == 3
+        seen = {row[2] for row in rows if row[0] == id}
+        assert len(seen) > 9, f"{id}: seeds, turns and later episodes differ"

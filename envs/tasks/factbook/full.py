@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain as concat
 
-from envs.retrieval.base import Passage
+from envs.retrieval.base import Passage, Retriever
+from envs.retrieval.bm25 import Bm25Retriever
 from envs.tasks.factbook.chains import Clue, Located, bridge_clue, fact_clue, make_task
 from envs.tasks.factbook.corpus import country_passages, field_id
 from envs.tasks.factbook.facts import Fact, read_facts
@@ -28,7 +31,20 @@ _MAX_SHARED_ANSWER = 30
 # How many questions of each kind; the train side gets `TRAIN_SHARE` of them.
 _WANTED = {"fact": 5000, "clue": 8000, "bridge": 2500, "link": 2500, "clue-link": 3500, "bridge-link": 1000}
 
+# Passages of one search for the question itself, in which the answer of several hops must not stand.
+_TOPK = 3
+
 Candidate = tuple[Located, Clue | None, Located | None]
+
+
+@lru_cache(maxsize=1)
+def full_corpus() -> tuple[Mapping[str, Passage], Retriever]:
+    """The passages of the full world by id, the same for every seed, and a search over them."""
+    everyone = load_countries()
+    atlas = Atlas(everyone)
+    bridges = (bridge.passage for bridge in (*airports(atlas), *elements(atlas)))
+    passages = {p.id: p for p in concat(*map(country_passages, everyone), bridges)}
+    return passages, Bm25Retriever.from_passages(passages.values())
 
 
 def build_full(seed: int) -> World:
@@ -37,7 +53,7 @@ def build_full(seed: int) -> World:
     everyone = load_countries()
     atlas = Atlas(everyone)
     bridges = [*airports(atlas), *elements(atlas)]
-    passages = {p.id: p for p in concat(*map(country_passages, everyone), (b.passage for b in bridges))}
+    passages, retriever = full_corpus()
     index = WordIndex(passages.values())
 
     countries = _distinct_countries(everyone, dropped)
@@ -55,7 +71,7 @@ def build_full(seed: int) -> World:
         for kind, wanted in _WANTED.items():
             candidates = list(world.candidates(kind))
             rng.shuffle(candidates)
-            tasks += _take(candidates, round(wanted * share), index, dropped)
+            tasks += _take(candidates, round(wanted * share), index, retriever, dropped)
         sides.append(tuple(tasks))
 
     examined = sum(len(side) for side in sides) + sum(dropped[reason] for reason in _QUESTION_REASONS)
@@ -76,8 +92,9 @@ def build_full(seed: int) -> World:
 
 
 _LEAK = "answer stands in the question"
-_ONE_SEARCH = "one passage holds both clue and answer"
-_QUESTION_REASONS = (_LEAK, _ONE_SEARCH)
+_ONE_PASSAGE = "one passage holds both clue and answer"
+_ONE_SEARCH = "one search for the question shows the answer"
+_QUESTION_REASONS = (_LEAK, _ONE_PASSAGE, _ONE_SEARCH)
 
 
 class _Side:
@@ -122,7 +139,11 @@ class _Side:
 
 
 def _take(
-    candidates: Sequence[Candidate], wanted: int, index: WordIndex, dropped: Counter[str]
+    candidates: Sequence[Candidate],
+    wanted: int,
+    index: WordIndex,
+    retriever: Retriever,
+    dropped: Counter[str],
 ) -> list[Task]:
     """The first ``wanted`` candidates that pass the filters; what fails on the way is counted."""
     tasks: list[Task] = []
@@ -136,10 +157,22 @@ def _take(
         if leaks(final.fact.answer, task.question):
             dropped[_LEAK] += 1
         elif start is not None and index.holding(content_words(start) | content_words(final.fact.answer)):
+            dropped[_ONE_PASSAGE] += 1
+        elif start is not None and _is_shown(task, retriever):
             dropped[_ONE_SEARCH] += 1
         else:
             tasks.append(task)
     return tasks
+
+
+def _is_shown(task: Task, retriever: Retriever) -> bool:
+    """Whether a search for the question as it stands shows an accepted answer."""
+    (found,) = retriever.search([task.question], _TOPK)
+    text = "\n".join(f"{passage.title} {passage.text}" for passage in found).lower()
+    return any(
+        gold.lower() in text and re.search(rf"(?<!\w){re.escape(gold.lower())}(?!\w)", text)
+        for gold in task.golds[0]
+    )
 
 
 def _distinct_countries(countries: Sequence[Country], dropped: Counter[str]) -> list[Country]:

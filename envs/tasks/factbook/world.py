@@ -44,7 +44,7 @@ def build_world(profile: str = "tiny", seed: int = 0) -> World:
 
     Args:
         profile: ``tiny`` (2,500 short passages, one- and two-hop questions that a small model can learn; 1 s)
-            or ``full`` (57,000 passages of prose, up to three hops; about 7 s).
+            or ``full`` (57,000 passages of prose, up to three hops; about 10 s).
 
     Raises:
         UserError: unknown profile.
