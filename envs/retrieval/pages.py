@@ -32,6 +32,8 @@ _HEADERS = {
     "Accept": "text/html, application/xhtml+xml, text/plain",
     "Accept-Encoding": "gzip",
 }
+# For documents and the old 6to4 relays, which this version of `ipaddress` may not know.
+_MORE = (ipaddress.ip_network("3fff::/20"), ipaddress.ip_network("192.88.99.0/24"))
 _HTML = ("text/html", "application/xhtml+xml")
 
 
@@ -48,14 +50,17 @@ def resolve(host: str, port: int) -> list[str]:
 def is_public(address: str) -> bool:
     """Whether an IP address belongs to the internet at large.
 
-    Addresses that wrap another one (IPv4 in IPv6) are judged by what they wrap, or refused (6to4, Teredo, NAT64).
+    Addresses that wrap another one (IPv4 in IPv6) are judged by what they wrap, or refused (6to4, Teredo, NAT64, ISATAP).
     """
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:
             return is_public(str(ip.ipv4_mapped))
-        if ip.sixtofour is not None or ip.teredo is not None or ip.is_site_local:
+        isatap = int(ip) >> 32 & 0xFDFFFFFF == 0x5EFE
+        if ip.sixtofour is not None or ip.teredo is not None or ip.is_site_local or isatap:
             return False
+    if any(ip in network for network in _MORE):
+        return False
     return ip.is_global and not (
         ip.is_multicast or ip.is_reserved or ip.is_unspecified or ip.is_loopback or ip.is_link_local
     )

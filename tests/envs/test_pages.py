@@ -71,6 +71,8 @@ def test_how_the_page_is_coded_is_told_by_the_server_or_the_page() -> None:
     """127.0.0.1 127.8.9.1 10.0.0.1 172.16.0.1 172.31.255.255 192.168.1.1 169.254.169.254 0.0.0.0 100.64.0.1
     192.0.2.1 198.18.0.1 224.0.0.1 239.255.255.250 240.0.0.1 255.255.255.255 ::1 :: fe80::1 fe80::1%eth0 fc00::1
     fd12:3456::1 fec0::1 ff02::1 2001:db8::1 ::ffff:127.0.0.1 ::ffff:10.0.0.1 64:ff9b::7f00:1 2002:7f00:1::
+    ::127.0.0.1 ::ffff:0:7f00:1 64:ff9b:1::7f00:1 2606:4700::5efe:7f00:1 2606:4700::200:5efe:a00:1 3fff::1 100::1
+    192.88.99.1 192.0.0.1 0.1.2.3 ::ffff:100.64.0.1
     2001:0:7f00:1::""".split(),  # noqa: SIM905
 )
 def test_addresses_that_are_not_public(address: str) -> None:
@@ -94,8 +96,20 @@ def test_addresses_that_are_public(address: str) -> None:
         "127.1",
         "[::1]",
         "[::ffff:127.0.0.1]",
+        "[::ffff:7f00:1]",
+        "[0:0:0:0:0:ffff:127.0.0.1]",
+        "[::]",
         "0.0.0.0",
         "0",
+        "0x7f.1",
+        "017700000001",
+        "0177.0.0.1",
+        "①②⑦.⓪.⓪.①",
+        "127.0.0.1.",
+        "localhost.",
+        "user:word@127.0.0.1",
+        "8.8.8.8\\@127.0.0.1",
+        "127.0.0.1%00.example",
     ],
 )
 def test_this_machine_is_never_reached_however_it_is_written(host: str) -> None:
