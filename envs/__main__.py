@@ -29,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
+        if getattr(options, "seed", 0) < 0:
+            raise UserError(f"--seed is {options.seed}; a whole number of at least 0 is needed")
         return int(options.run(options))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -57,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         added = command(name, run, help)
         added.add_argument("id", help="such as mempo/SearchQA-v0, or module:my/Name-v0")
-        added.add_argument("--seed", type=int, default=0, help="of the episode (default 0)")
+        added.add_argument("--seed", type=int, default=0, help="of the episode, from 0 (default 0)")
         if name != "check":
             added.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting")
     new = command("new", _new, "write the skeleton of a new environment, which passes the check as it stands")

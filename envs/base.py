@@ -120,6 +120,8 @@ class MemoryEnv(gymnasium.Env[str, str]):
             raise UserError(f"call_style {call_style!r} is none of 'tool_call', 'search'")
         if render_mode not in (None, "ansi"):
             raise UserError(f"render_mode {render_mode!r} is none of None, 'ansi'")
+        if not callable(counter):
+            raise UserError(f"counter {counter!r} is no function that gives the size of a text")
         self.context = context
         self.turn_hint = turn_hint
         self.call_style: CallStyle = call_style

@@ -72,6 +72,11 @@ def make(id: str, **kwargs: Any) -> gymnasium.Env[str, str]:
             import_module(package)
         except ModuleNotFoundError as error:
             raise UserError(f"environment {id!r}: no package {error.name!r}") from None
+        except Exception as error:  # a stranger's module may raise anything
+            said = (str(error).strip() or "no message").splitlines()[0]
+            raise UserError(
+                f"environment {id!r}: {package} cannot be imported, {type(error).__name__}: {said}"
+            ) from error
     if name not in gymnasium.registry:
         known = list_ids()
         raise UserError(

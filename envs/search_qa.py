@@ -53,6 +53,10 @@ class SearchQA(MemoryEnv):
         super().__init__(**settings)
         self.pool = task_pool(tasks)
         self.retriever = load_retriever(retriever) if isinstance(retriever, str) else retriever
+        if not callable(getattr(self.retriever, "search", None)):
+            raise UserError(
+                f"retriever {retriever!r} has no search; the name of one, or an object, is needed"
+            )
         self.topk = _at_least("topk", topk, 1)
         self.payment = read_reward(reward, self.rewards)
 
@@ -111,7 +115,11 @@ def task_pool(tasks: str | Sequence[Task] | TaskPool) -> TaskPool:
     """A pool of tasks; one object for all environments that name the same source or hand in the same pool."""
     if isinstance(tasks, TaskPool):
         return tasks
-    return _shared_pool(tasks) if isinstance(tasks, str) else TaskPool(tuple(tasks))
+    if isinstance(tasks, str):
+        return _shared_pool(tasks)
+    if not isinstance(tasks, Sequence) or not all(isinstance(task, Task) for task in tasks):
+        raise UserError(f"tasks {str(tasks)[:60]!r}: the name of a source, or a list of tasks, is needed")
+    return TaskPool(tuple(tasks))
 
 
 def checked_index(index: Any, count: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+import sys
 from pathlib import Path
 
 from envs.errors import UserError
@@ -57,6 +58,11 @@ def write_skeleton(name: str, folder: Path, namespace: str = "my") -> tuple[Path
     if not re.fullmatch(r"[A-Z][A-Za-z0-9]*", name) or keyword.iskeyword(name):
         raise UserError(f"{name!r} is no class name: letters and digits, the first a capital, as in MyMaze")
     module = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    # Written into the working directory it would stand in front of the module of that name.
+    if module in sys.stdlib_module_names or module == __name__.partition(".")[0]:
+        raise UserError(
+            f"{name!r} would be the module {module}, which is there already; another name is needed"
+        )
     path = folder / f"{module}.py"
     if path.exists():
         raise UserError(f"{path} is there already; it is left as it is")

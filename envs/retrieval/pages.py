@@ -50,7 +50,8 @@ def resolve(host: str, port: int) -> list[str]:
 def is_public(address: str) -> bool:
     """Whether an IP address belongs to the internet at large.
 
-    Addresses that wrap another one (IPv4 in IPv6) are judged by what they wrap, or refused (6to4, Teredo, NAT64, ISATAP).
+    Addresses that wrap another one (IPv4 in IPv6) are judged by what they wrap, or refused (6to4, Teredo,
+    NAT64, ISATAP).
     """
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):

@@ -74,13 +74,28 @@ def test_several_arguments_and_the_end_of_input(
         ),
         (["show", "CartPole-v1"], "is no MemoryEnv"),
         (["check", "no_module_of_mine:my/X-v0"], "no package 'no_module_of_mine'"),
+        (["check", "module_that_fails:my/X-v0"], "module_that_fails cannot be imported, RuntimeError: boom"),
+        (["show", "mempo/Errands-v0", "--seed", "-1"], "--seed is -1; a whole number of at least 0"),
+        (["show", "mempo/SearchQA-v0", "--set", "tasks=3"], "tasks '3': the name of a source"),
+        (["show", "mempo/SearchQA-v0", "--set", "tasks=[1]"], "tasks '[1]': the name of a source"),
+        (["show", "mempo/SearchQA-v0", "--set", "retriever=3"], "retriever 3 has no search"),
+        (["show", "mempo/SearchQA-v0", "--set", "counter=3"], "counter 3 is no function"),
         (["new", "not-a-name"], "'not-a-name' is no class name"),
+        (["new", "Json"], "'Json' would be the module json"),
+        (["new", "Envs"], "'Envs' would be the module envs"),
         (["new", "Fine", "--out", "no/such/folder"], "folder no/such/folder does not exist"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
+    (tmp_path / "module_that_fails.py").write_text("raise RuntimeError('boom\\nand more')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and message in captured.err
