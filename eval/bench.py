@@ -31,7 +31,7 @@ from eval.leaderboard import leaderboard, write_leaderboard
 from eval.report import COST_HEAD, SCORE_HEAD, cost_row, markdown_table, score_row, write_reports
 from eval.scorers import scorer_names
 from eval.session import run_session
-from eval.store import Run, read_run, write_json
+from eval.store import Run, finished_run, write_json
 from eval.suites import load_suite, suite_names
 
 COMMANDS = ("score", "compare", "leaderboard", "suite", "rescore", "list")
@@ -50,8 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(given)
     try:
         options.carry_out(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (UserError, OSError) as error:
+        # An OSError is a folder that cannot be written, a full disk, a file that is none: a person's to mend.
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
 
@@ -80,13 +81,13 @@ def score(options: argparse.Namespace) -> None:
 def compare(options: argparse.Namespace) -> None:
     """Two runs, sample by sample."""
     _check_scorer(options.scorer)
-    a, b = read_run(options.a), read_run(options.b)
+    a, b = finished_run(options.a), finished_run(options.b)
     print(markdown_comparison(a, b, compare_runs(a, b, options.scorer)))
 
 
 def rank(options: argparse.Namespace) -> None:
     """The leaderboard of some runs."""
-    runs = [read_run(path) for path in options.run_folders]
+    runs = [finished_run(path) for path in options.run_folders]
     suite = load_suite(options.suite) if options.suite else None
     board = leaderboard(runs, options.out, suite)
     write_leaderboard(board, options.out)
@@ -115,7 +116,7 @@ def run_suite(options: argparse.Namespace) -> None:
 def rescore(options: argparse.Namespace) -> None:
     """Score the samples of a run under another rule; nothing is generated."""
     _check_scorer(options.scorer)
-    run = read_run(options.run_folder)
+    run = finished_run(options.run_folder)
     _rescore(run, options.scorer)
     _print_tables([run], options.scorer)
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from envs.errors import UserError, did_you_mean
@@ -70,6 +72,20 @@ STREAM_CHUNK = 20_000
 OBJECTIVES = (2, 4, 6, 8, 10)
 
 
+_KINDS: Mapping[str, tuple[type | UnionType, str]] = {
+    "name": (str, "a text"),
+    "tasks": (tuple, "a text or a list of texts"),
+    "env": (str, "a text"),
+    "env_kwargs": (Mapping, "a table"),
+    "scorer": (str | None, "a text"),
+    "questions": (int | None, "a whole number"),
+    "samples": (int, "a whole number"),
+    "temperature": (int | float, "a number"),
+    "version": (int, "a whole number"),
+    "description": (str, "a text"),
+}
+
+
 @dataclass(frozen=True)
 class Benchmark:
     """One benchmark.
@@ -98,6 +114,7 @@ class Benchmark:
     description: str = ""
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         if self.scorer is not None and self.scorer not in scorer_names():
             raise UserError(
                 f"benchmark {self.name!r}: unknown scorer {self.scorer!r}"
@@ -105,6 +122,19 @@ class Benchmark:
             )
         if self.samples < 1 or (self.questions is not None and self.questions < 1):
             raise UserError(f"benchmark {self.name!r}: questions and samples must be at least 1")
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(
+                f"benchmark {self.name!r}: temperature is {self.temperature}; 0 or more is needed"
+            )
+
+    def _check_kinds(self) -> None:
+        for key, (kinds, what) in _KINDS.items():
+            value = getattr(self, key)
+            # A bool is an int to Python, and never meant here.
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                raise UserError(f"benchmark {self.name!r}: {key} is {value!r}; {what} is needed")
+        if not self.name or not all(isinstance(source, str) for source in self.tasks):
+            raise UserError(f"benchmark {self.name!r}: a name, and texts as tasks, are needed")
 
     @property
     def objectives(self) -> int | None:
@@ -241,15 +271,15 @@ def _from_table(table: Mapping[str, Any], where: str, folder: Path) -> Benchmark
         raise UserError(f"{where}: a text under 'name' is needed")
     values = dict(table)
     tasks = values.get("tasks", ())
-    sources = [tasks] if isinstance(tasks, str) else list(tasks)
-    values["tasks"] = tuple(_beside(source, folder) for source in sources)
-    kwargs = dict(values.get("env_kwargs", {}))
-    if isinstance(kwargs.get("retriever"), str):
-        kwargs["retriever"] = _beside(kwargs["retriever"], folder)
-    values["env_kwargs"] = kwargs
+    if isinstance(tasks, str | list | tuple):
+        sources = [tasks] if isinstance(tasks, str) else tasks
+        values["tasks"] = tuple(_beside(each, folder) if isinstance(each, str) else each for each in sources)
+    kwargs = values.get("env_kwargs", {})
+    if isinstance(kwargs, dict) and isinstance(kwargs.get("retriever"), str):
+        values["env_kwargs"] = {**kwargs, "retriever": _beside(kwargs["retriever"], folder)}
     try:
         return Benchmark(**values)
-    except TypeError as error:
+    except UserError as error:
         raise UserError(f"{where}: {error}") from None
 
 

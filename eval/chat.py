@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import gymnasium as gym
 import httpx
@@ -74,6 +75,13 @@ class Endpoint:
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
             raise UserError(f"endpoint {self.url!r} is no address; http://host:port/v1 is needed")
+        try:
+            parts = urlsplit(self.url)
+            usable = bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            usable = False
+        if not usable:
+            raise UserError(f"endpoint {self.url!r}: no such host and port")
 
 
 @dataclass(frozen=True)

@@ -82,9 +82,15 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     often.add_argument("--seed", type=int, default=0, help="decides every sampled token (default: 0)")
     often.add_argument("--concurrency", type=int, default=128, metavar="N", help="episodes at once (128)")
     often.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="run folder (default: found by its settings)"
+        "--out", type=_folder, metavar="FOLDER", help="run folder (default: found by its settings)"
     )
     often.add_argument("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="all runs (runs)")
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("an empty text names no folder")
+    return Path(text)
 
 
 def subjects(options: argparse.Namespace) -> list[tuple[Subject, Path]]:
@@ -93,6 +99,8 @@ def subjects(options: argparse.Namespace) -> list[tuple[Subject, Path]]:
     Raises:
         UserError: options that exclude each other, no run, no model.
     """
+    if options.name is not None and (not options.name.strip() or not _encodes(options.name)):
+        raise UserError(f"--name is {options.name!r}; a text that can be printed is needed")
     chosen = [flag for flag in ("model", "run", "player", "endpoint") if getattr(options, flag) is not None]
     if len(chosen) > 1:
         raise UserError(f"--{chosen[0]} and --{chosen[1]} name two different things to evaluate; give one")
@@ -227,6 +235,14 @@ def _from_data(options: argparse.Namespace) -> Benchmark:
         kwargs |= {"objectives": objectives, "max_turns": max(16, 3 * objectives)}
     name = Path(options.data).stem
     return Benchmark(name if objectives == 1 else f"{name}-{objectives}", (options.data,), env, kwargs)
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _training_sources(file: Path) -> tuple[str, Mapping[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from types import NoneType
 from typing import Any
 
 from agent.trajectory import Trajectory
@@ -86,7 +87,32 @@ class Sample:
         values["questions"] = tuple(row["questions"])
         values["golds"] = tuple(tuple(golds) for golds in row["golds"])
         values["turns"] = tuple(TurnRecord(**turn) for turn in row["turns"])
-        return Sample(**values)
+        sample = Sample(**values)
+        _check_kinds(sample, _SAMPLE_KINDS)
+        for turn in sample.turns:
+            _check_kinds(turn, _TURN_KINDS)
+        for text in (*sample.questions, *(gold for golds in sample.golds for gold in golds)):
+            if not isinstance(text, str):
+                raise TypeError(f"{text!r} stands for a text")
+        return sample
+
+
+_TEXT, _MAYBE, _COUNT, _NUMBER = (str,), (str, NoneType), (int,), (int, float)
+_SAMPLE_KINDS: Mapping[str, tuple[type, ...]] = {
+    "task_id": _TEXT, "sample": _COUNT, "answer": _MAYBE, "stop_reason": _TEXT, "reward": _NUMBER,
+    "tags": (dict,), "error": _MAYBE,
+}  # fmt: skip
+_TURN_KINDS: Mapping[str, tuple[type, ...]] = {
+    "text": _TEXT, "memory": _MAYBE, "query": _MAYBE, "information": _TEXT, "invalid": _MAYBE, "finish": _TEXT,
+    "prompt_tokens": _COUNT, "completion_tokens": _COUNT, "memory_tokens": _COUNT, "observation_tokens": _COUNT,
+    "p_mem": (*_NUMBER, NoneType), "p_full": (*_NUMBER, NoneType),
+}  # fmt: skip
+
+
+def _check_kinds(record: object, kinds: Mapping[str, tuple[type, ...]]) -> None:
+    for key, allowed in kinds.items():
+        if type(getattr(record, key)) not in allowed:
+            raise TypeError(f"{key} is {getattr(record, key)!r}")
 
 
 def sample_id(task_id: str, sample: int) -> str:

@@ -49,6 +49,13 @@ class Settings:
     retries: int = 2
     env_kwargs: Mapping[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        if self.seed < 0 or self.concurrency < 1 or self.retries < 0:
+            raise UserError(
+                f"seed {self.seed}, concurrency {self.concurrency} and retries {self.retries} "
+                "must be at least 0, 1 and 0"
+            )
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -252,7 +259,7 @@ def code_revision() -> str | None:
 
 
 def _slug(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name).strip("-.") or "model"
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[:60].strip("-.") or "model"
 
 
 def _hash(value: Any) -> str:

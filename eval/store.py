@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ from typing import IO, Any, Self
 
 from envs.errors import UserError
 from eval.episode import Sample
+from eval.scorers import scorer_names
 from eval.stats import percentiles
 from eval.summary import summarise
 
@@ -171,30 +172,70 @@ class RunWriter:
         if run.missing:
             raise UserError(f"{self.path}: {run.missing} samples are missing; run the same command again")
         write_json(self.path / SUMMARY, run.summaries())
-        seconds = [float(row["seconds"]) for row in _objects(self.path / LATENCY)]
+        seconds = [
+            float(row["seconds"])
+            for _, row in _objects(self.path / LATENCY)
+            if isinstance(row.get("seconds"), int | float)
+        ]
         write_json(self.path / "latency.json", {"episode_seconds": percentiles(seconds), "n": len(seconds)})
         return run
 
 
-def read_run(path: str | Path) -> Run:
-    """A run from its folder.
+def finished_run(path: str | Path) -> Run:
+    """A run from its folder, with all of its samples.
 
     Raises:
-        UserError: no run there.
+        UserError: no run there, or samples are missing.
+    """
+    run = read_run(path)
+    if run.missing:
+        raise UserError(
+            f"{path} is not finished: {run.missing} samples are missing; run the command that began it again"
+        )
+    return run
+
+
+def read_run(path: str | Path) -> Run:
+    """A run from its folder, finished or not.
+
+    Raises:
+        UserError: no run there, or files of another form.
     """
     folder = Path(path)
     if not (folder / RUN).is_file():
         raise UserError(f"{folder} is no evaluation run: it has no {RUN}")
     stored = _read_object(folder / RUN)
-    config = stored.get("config", {})
-    rows: dict[str, dict[str, Sample]] = {name: {} for name in config.get("benchmarks", {})}
+    config = _checked(stored.get("config", {}), folder / RUN)
+    rows: dict[str, dict[str, Sample]] = {name: {} for name in config["benchmarks"]}
     for (benchmark, sample_id), sample in _rows(folder / SAMPLES):
-        rows.setdefault(benchmark, {})[sample_id] = sample
+        if benchmark not in rows:
+            raise UserError(
+                f"{folder / SAMPLES}: a row of benchmark {benchmark!r}, which {RUN} does not name"
+            )
+        rows[benchmark][sample_id] = sample
     samples = {
         name: tuple(sorted(each.values(), key=lambda sample: (sample.task_id, sample.sample)))
         for name, each in rows.items()
     }
     return Run(folder, config, stored.get("environment", {}), samples)
+
+
+def _checked(config: Any, place: Path) -> dict[str, Any]:
+    """A run's configuration, as far as reading the run back depends on it."""
+    if not isinstance(config, dict) or not isinstance(config.get("benchmarks"), dict):
+        raise UserError(f"{place}: config must be an object with benchmarks")
+    for key, kind in (("player", dict), ("seed", int), ("memory", str)):
+        if not isinstance(config.get(key, kind()), kind):
+            raise UserError(f"{place}: {key} is {_shown(config[key])}")
+    for name, entry in config["benchmarks"].items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("expected"), int):
+            raise UserError(f"{place}: benchmark {name!r} does not say how many samples are expected")
+        rule = entry.get("scorer")
+        if rule is not None and rule not in scorer_names():
+            raise UserError(f"{place}: benchmark {name!r} has the unknown scorer {_shown(rule)}")
+        if not isinstance(entry.get("env_kwargs", {}), dict):
+            raise UserError(f"{place}: env_kwargs of {name!r} is {_shown(entry['env_kwargs'])}")
+    return config
 
 
 def first_difference(stored: Any, wanted: Any, where: str = "") -> str | None:
@@ -211,7 +252,7 @@ def first_difference(stored: Any, wanted: Any, where: str = "") -> str | None:
                 return found
         return None
     if stored != wanted or type(stored) is not type(wanted):
-        return f"{where} was {_shown(stored)} there and is {_shown(wanted)} now"
+        return f"{where or 'config'} was {_shown(stored)} there and is {_shown(wanted)} now"
     return None
 
 
@@ -247,25 +288,30 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _rows(path: Path) -> Iterator[tuple[tuple[str, str], Sample]]:
-    for row in _objects(path):
+    for place, row in _objects(path):
         try:
             sample = Sample.from_json(row)
             yield (str(row["benchmark"]), sample.id), sample
         except (KeyError, TypeError) as error:
-            raise UserError(f"{path}: a row is no sample ({type(error).__name__}: {error})") from None
+            raise UserError(f"{place}: a row is no sample ({type(error).__name__}: {error})") from None
 
 
-def _objects(path: Path) -> Iterable[dict[str, Any]]:
+def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Whole rows, each with the place it stands in."""
     if not path.is_file():
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return  # half a line, from a kill in the middle of a write
+            place = f"{path}, line {number}"
             try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{path}, line {number}: not valid JSON ({error})") from None
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{place}: not valid JSON ({error})") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{place}: an object is needed")
+            yield place, row
 
 
 def _cut_half_line(path: Path) -> None:

@@ -77,6 +77,12 @@ class Manner:
     interface: Mapping[str, Any] = field(default_factory=dict)
     tools: bool = True
 
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "max_prompt_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} is {value}; at least 1 is needed")
+
 
 class ModelSubject:
     """A model behind an engine.

@@ -78,9 +78,16 @@ def load_suite(name: str) -> Suite:
 
 
 def _suite(data: Mapping[str, Any], name: str) -> Suite:
-    benchmarks = tuple(str(each) for each in data["benchmarks"])
+    listed = data["benchmarks"]
+    if not isinstance(listed, list) or not listed or not all(isinstance(each, str) for each in listed):
+        raise UserError(f"suite {name}: benchmarks is {listed!r}; a list of names is needed")
+    benchmarks = tuple(listed)
     references = tuple(Reference(**each) for each in data.get("reference", ()))
     for reference in references:
+        if isinstance(reference.value, bool) or not isinstance(reference.value, int | float):
+            raise UserError(
+                f"suite {name}: the value of a reference is {reference.value!r}; a number is needed"
+            )
         if reference.benchmark not in benchmarks or reference.metric not in ("em", "f1"):
             raise UserError(f"suite {name}: a reference names {reference.benchmark!r}, {reference.metric!r}")
     return Suite(Path(name).stem, str(data.get("description", "")), benchmarks, references)
