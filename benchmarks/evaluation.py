@@ -58,8 +58,8 @@ class Clock:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(COLD_START), help="a folder (the cold start of the package)")
-    parser.add_argument("--benchmark", default="factbook", help="of the registry (factbook)")
-    parser.add_argument("--questions", type=int, default=1000)
+    parser.add_argument("--benchmark", nargs="+", default=["factbook-tiny-2", "factbook-tiny-4"])
+    parser.add_argument("--questions", type=int, help="episodes of a benchmark at most (its own number)")
     parser.add_argument("--concurrency", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--profile", type=int, metavar="N", help="print the N dearest functions")
@@ -71,7 +71,9 @@ def main() -> None:
     model: Any = subject._engine.model  # type: ignore[attr-defined]
     model.forward = forward.wrap(model.forward)
     LocalEngine._step = engine.wrap(LocalEngine._step)  # type: ignore[method-assign]
-    benchmark = replace(registry.get(options.benchmark), questions=options.questions)
+    chosen = [registry.get(name) for name in options.benchmark]
+    if options.questions:
+        chosen = [replace(benchmark, questions=options.questions) for benchmark in chosen]
 
     profile = cProfile.Profile()
     with tempfile.TemporaryDirectory() as folder:
@@ -80,18 +82,17 @@ def main() -> None:
             profile.enable()
         run = run_session(
             subject,
-            [benchmark],
+            chosen,
             Path(folder) / "run",
             Settings(concurrency=options.concurrency),
             console=Console(quiet=True),
         )
         profile.disable()
         whole = time.process_time() - start
-    summary = run.summaries()[benchmark.name]
-    turns = sum(len(sample.turns) for sample in run.samples[benchmark.name])
-    print(
-        f"{summary['attempted']} samples, {turns} turns, {forward.calls} forward passes, EM {summary['em']:.3f}"
-    )
+    samples = [sample for each in run.samples.values() for sample in each]
+    questions = sum(len(sample.questions) for sample in samples)
+    turns = sum(len(sample.turns) for sample in samples)
+    print(f"{questions} questions in {len(samples)} episodes, {turns} turns, {forward.calls} forward passes")
     for name, seconds in (
         ("model", forward.seconds),
         ("engine around it", engine.seconds - forward.seconds),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import lru_cache
 from typing import Any
 
 import gymnasium as gym
@@ -49,6 +50,10 @@ class EnginePlayer:
     ) -> None:
         self._engine, self._prompts, self._sampling = engine, prompts, sampling
         self._limits, self._score = limits or Limits(), score
+        # The same passages come back in many episodes.
+        self._count = lru_cache(maxsize=4096)(
+            lambda text: len(prompts.tokenizer.encode(text, add_special_tokens=False))
+        )
         self._identity = {
             "name": name,
             "kind": "model",
@@ -80,9 +85,6 @@ class EnginePlayer:
             for turn, each in zip(record.turns, scores, strict=True)
         )
         return replace(record, turns=tuple(turns))
-
-    def _count(self, text: str) -> int:
-        return len(self._prompts.tokenizer.encode(text, add_special_tokens=False))
 
 
 class TextPlayer:

