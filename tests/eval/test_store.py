@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import multiprocessing.context
+import os
 import random
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 from envs.errors import UserError
+from eval import store
 from eval.benchmarks import Benchmark
 from eval.episode import Sample
 from eval.players import TextPlayer
@@ -201,3 +204,49 @@ def test_same_session_again_reads_the_run_back(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
     with pytest.raises(UserError, match="questions was 5 there and is 4 now"):
         run_session(expert, [Benchmark(**{**vars(benchmark), "questions": 4})], first.path)
+
+
+def evaluate_until(folder: Path, at: int, found: Any) -> None:
+    """Play; at event number ``at`` of those that touch the disk the process kills itself. Counts them in ``found``."""
+
+    def counted(name: str, call: Any) -> Any:
+        def happens(*args: Any, **kwargs: Any) -> Any:
+            found[name] = found.get(name, 0) + 1
+            if sum(found.values()) == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        return happens
+
+    store.SYNC_SECONDS = 0.0
+    for place, name in ((os, "fsync"), (store, "_line"), (Path, "replace"), (Path, "write_text")):
+        setattr(place, name, counted(name, getattr(place, name)))
+    run_session(SlowSubject(), [Benchmark("lookup", (), LOOKUP, samples=2)], folder, Settings(concurrency=3))
+
+
+def test_killed_at_every_step_that_touches_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the run is named, between rows, while the summary is written, while the reports are."""
+    monkeypatch.setattr("eval.session.environment", lambda: {"code": "fixed"})
+    context = multiprocessing.get_context("fork")
+    with context.Manager() as manager:
+
+        def play(folder: Path, at: int = 0) -> tuple[int | None, dict[str, int]]:
+            found = manager.dict()
+            child = context.Process(target=evaluate_until, args=(folder, at, found))
+            child.start()
+            child.join()
+            return child.exitcode, dict(found)
+
+        code, events = play(tmp_path / "whole")
+        assert code == 0 and events.keys() == {"fsync", "_line", "replace", "write_text"}
+        assert events["_line"] == 12 and events["replace"] == 3
+        kept = {name: (tmp_path / "whole" / name).read_bytes() for name in ("summary.json", "report.html")}
+        for at in range(1, sum(events.values()) + 1):
+            folder = tmp_path / f"at-{at}"
+            assert play(folder, at)[0] == -signal.SIGKILL
+            before = [row for row in rows_of(folder) if row.endswith(b"\n")]
+            assert play(folder)[0] == 0
+            assert rows_of(folder)[: len(before)] == before
+            ids = [json.loads(row)["id"] for row in rows_of(folder)]
+            assert len(ids) == len(set(ids)) == 6
+            assert {name: (folder / name).read_bytes() for name in kept} == kept
