@@ -120,7 +120,8 @@ async def play_episode(
     """Reset the environment and play one episode to its end.
 
     Args:
-        seed_key: what identifies the episode; turn t samples with ``derive(*seed_key, t)``.
+        seed_key: what identifies the episode, the sample's index last; turn t samples with
+            ``derive(*seed_key, t)``.
         task: the one that the environment must have drawn; not checked when None.
         reset_seed: the environment's; ``derive(*seed_key, "reset") % 2**31`` when None.
         on_turn: called with each finished turn.
@@ -246,6 +247,7 @@ async def _complete(
             temperature=sampling.temperature,
             max_new_tokens=sampling.max_new_tokens - len(ids),
             stop=sampling.stop,
+            group="/".join(map(str, turn_key[:-2])),
         )
         try:
             async with asyncio.timeout(limit):

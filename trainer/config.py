@@ -17,6 +17,7 @@ import tomli_w
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from agent.engines.settings import SGLangSettings
 from envs.errors import UserError, did_you_mean
 from trainer.algorithm import AlgorithmConfig, LearnerConfig, LoraConfig, OptimizerConfig, check_together
 
@@ -142,8 +143,10 @@ class RolloutConfig(Section):
     """Tokens of one turn."""
     max_prompt_tokens: int | None = Field(default=None, ge=16)
     """Prompts are shortened to this; None: the model's window less `max_new_tokens`."""
-    engine: Literal["local"] = "local"
+    engine: Literal["local", "sglang"] = "local"
     """Where tokens come from."""
+    sglang: SGLangSettings = SGLangSettings()
+    """Servers, with `engine = "sglang"`."""
     max_batch: int = Field(default=512, ge=1)
     """Requests the local engine decodes at once."""
     retries: int = Field(default=2, ge=0)
@@ -218,6 +221,12 @@ class RunConfig(Section):
             raise ValueError(
                 f"rollout.temperature is {self.rollout.temperature} but learner.temperature is "
                 f"{self.learner.temperature}: the trainer must divide by what the sampler divided by"
+            )
+        sglang = self.rollout.sglang
+        if self.rollout.engine == "sglang" and not (sglang.urls or sglang.launch):
+            raise ValueError(
+                "rollout.engine is 'sglang' but no server is named: give rollout.sglang.urls (--server URL) or "
+                "rollout.sglang.launch=true (--launch)"
             )
         check_together(self.algorithm, self.learner)
         return self

@@ -16,6 +16,7 @@ runs/latest             name of the newest complete run
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import sys
@@ -30,7 +31,9 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from agent.engines.local import LocalEngine
+from agent.engines.base import EngineError
+from agent.engines.choose import trainable_engine
+from agent.engines.settings import TRAINABLE
 from agent.memory_score import MemoryScorer
 from agent.models import LoadedModel, load_model, save_model
 from envs.errors import UserError
@@ -61,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NonFiniteError as error:
         print(f"error: {error}; the last good checkpoint is in {folder / 'checkpoints'}", file=sys.stderr)
         return FAILED
+    except EngineError as error:
+        print(f"error: {error}; --resume {folder} goes on when the engine is back", file=sys.stderr)
+        return FAILED
     return 0
 
 
@@ -88,6 +94,37 @@ def run_folder(
     checkpoints = CheckpointStore(folder / "checkpoints", config.output.keep)
     done = checkpoints.load().step if resumed and checkpoints.latest() is not None else 0
     run = assemble(config, policy, folder, console, done)
+    try:
+        tables = _train_and_score(run, policy, folder, seconds, resumed, done, console)
+    finally:
+        asyncio.run(run.engine.close())
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    plot_run(rows, folder / "learning_curve.png", f"{config.recipe}, seed {config.seed}")
+    seconds["total"] = time.perf_counter() - started
+    summary = {
+        "recipe": config.recipe,
+        "seed": config.seed,
+        "steps": config.steps,
+        **tables,
+        "seconds": {name: round(value, 1) for name, value in seconds.items()},
+    }
+    _write_json(folder / "summary.json", summary)
+    _point_latest(folder)
+    show(summary, folder, console)
+    return summary
+
+
+def _train_and_score(
+    run: Run,
+    policy: LoadedModel,
+    folder: Path,
+    seconds: dict[str, float],
+    resumed: bool,
+    done: int,
+    console: Console,
+) -> dict[str, Any]:
+    """Everything that needs the engine: held-out scores of the first policy, training, scores of the last one."""
+    config = run.config
     engine = run.engine
     with _timed(seconds, "evaluate_cold_start"):
         cold_path = folder / "cold_start.json"
@@ -108,22 +145,7 @@ def run_folder(
             if config.evaluation.interventions and config.evaluation.tasks
             else {}
         )
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    plot_run(rows, folder / "learning_curve.png", f"{config.recipe}, seed {config.seed}")
-    seconds["total"] = time.perf_counter() - started
-    summary = {
-        "recipe": config.recipe,
-        "seed": config.seed,
-        "steps": config.steps,
-        "cold_start": cold,
-        "trained": trained,
-        "without_memory": intervened,
-        "seconds": {name: round(value, 1) for name, value in seconds.items()},
-    }
-    _write_json(folder / "summary.json", summary)
-    _point_latest(folder)
-    show(summary, folder, console)
-    return summary
+    return {"cold_start": cold, "trained": trained, "without_memory": intervened}
 
 
 def assemble(
@@ -135,7 +157,15 @@ def assemble(
     lead = config.model.answer_lead
     scorers = {b: MemoryScorer(policy.tokenizer, prompts=b, answer_lead=lead) for b in dict.fromkeys(prompts)}
     learner = Learner(policy.model, config.learner, seed=config.seed)
-    engine = LocalEngine(learner.model, policy.tokenizer, max_batch=config.rollout.max_batch)
+    rollout = config.rollout
+    engine = trainable_engine(
+        rollout.engine,
+        learner.model,
+        policy.tokenizer,
+        folder=folder,
+        max_batch=rollout.max_batch,
+        sglang=rollout.sglang,
+    )
     monitor = Monitor(
         folder,
         config.steps,
@@ -205,6 +235,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, help="folder of the run (default: runs/<recipe>-<time>)")
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this folder")
     parser.add_argument("--model", help="model folder, GGUF file or hub id; short for --set model.path=...")
+    parser.add_argument("--engine", choices=TRAINABLE, help="where tokens come from (default: the recipe's)")
+    parser.add_argument(
+        "--server",
+        action="append",
+        metavar="URL",
+        help="a running SGLang server, for --engine sglang; may be repeated",
+    )
+    parser.add_argument(
+        "--launch", action="store_true", help="start an SGLang server, and end it with the run"
+    )
     parser.add_argument("--data", help="training questions (FlashRAG jsonl or parquet), or a built-in source")
     parser.add_argument("--corpus", help="passages to search (FlashRAG jsonl), or a built-in source")
     parser.add_argument("--eval-data", help="held-out questions in the same form")
@@ -227,6 +267,9 @@ def _choose(options: argparse.Namespace) -> tuple[Path, RunConfig, bool]:
         (options.data, "environment.0.kwargs.tasks"),
         (options.corpus, "environment.0.kwargs.retriever"),
         (options.eval_data, "evaluation.tasks"),
+        (options.engine, "rollout.engine"),
+        (options.server, "rollout.sglang.urls"),
+        (options.launch or None, "rollout.sglang.launch"),
     ):
         if flag is not None:
             overrides.append(f"{key}={json.dumps(flag)}")

@@ -24,6 +24,7 @@ class GenerationRequest:
         max_new_tokens: at least 1.
         stop: strings; generation ends with the token that completes the first of them.
         stop_token_ids: ids that end generation beside the tokenizer's eos; kept in the completion.
+        group: requests of one name share prompts; engines with several servers keep them on one.
     """
 
     prompt_ids: tuple[int, ...]
@@ -32,6 +33,7 @@ class GenerationRequest:
     max_new_tokens: int = 128
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    group: str = ""
 
 
 @dataclass(frozen=True)
