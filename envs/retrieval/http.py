@@ -8,6 +8,7 @@ Search-R1: ``POST {"queries": […], "topk": 3, "return_scores": true}`` gives `
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -31,7 +32,7 @@ class HttpRetriever:
     Args:
         url: of the search; ``/retrieve`` is added to a bare address.
         dialect: ``auto`` tries Search-R1's form and, when the server refuses it as malformed, the flat one.
-        timeout: seconds for one request.
+        timeout: seconds for one request, until the whole reply is there.
         batch: queries in one request at most.
         attempts: for a request that fails by the network, 429 or 5xx, with growing pauses.
         max_bytes: of a reply; a longer one is an error, and is not read to its end.
@@ -52,8 +53,11 @@ class HttpRetriever:
         max_bytes: int = 16_000_000,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        parsed = httpx.URL(url) if url.startswith(("http://", "https://")) else None
-        if parsed is None or not parsed.host:
+        try:
+            parsed = httpx.URL(url) if url.startswith(("http://", "https://")) else None
+        except httpx.InvalidURL:
+            parsed = None
+        if parsed is None or not parsed.host or (parsed.port or 80) > 65535:
             raise UserError(
                 f"{url!r} is no address of a retrieval server; http://host:port/retrieve is needed"
             )
@@ -65,6 +69,7 @@ class HttpRetriever:
         self._dialect: Dialect = dialect
         self._settings = {"timeout": timeout, "batch": batch, "attempts": attempts, "max_bytes": max_bytes}
         self._batch, self._attempts, self._max_bytes = batch, attempts, max_bytes
+        self._timeout = timeout
         # The address is the user's own choice: proxies of the environment have no part in it.
         self._client = httpx.Client(timeout=timeout, transport=transport, trust_env=False)
 
@@ -107,6 +112,7 @@ class HttpRetriever:
         raise AssertionError("a retry context ends with a return or an exception")
 
     def _post_once(self, payload: Mapping[str, Any]) -> tuple[int, bytes]:
+        deadline = time.monotonic() + self._timeout
         try:
             with self._client.stream("POST", self.url, json=payload) as response:
                 if response.status_code == 429 or response.status_code >= 500:
@@ -116,9 +122,14 @@ class HttpRetriever:
                     body += chunk
                     if len(body) > self._max_bytes:
                         raise RetrievalError(f"{self.url}: the reply is longer than {self._max_bytes} bytes")
+                    # The client's own limit is for each piece of a reply.
+                    if time.monotonic() > deadline:
+                        raise _TryAgain(f"no whole reply in {self._timeout:g} seconds")
                 return response.status_code, body
         except httpx.TransportError as error:
             raise _TryAgain(f"not reached, {type(error).__name__}: {error}") from None
+        except httpx.DecodingError:
+            raise RetrievalError(f"{self.url}: the reply is broken") from None
 
     def _result(self, status: int, body: bytes) -> list[Any]:
         if status != 200:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import stamina
 from envs.errors import UserError
 from envs.retrieval import Passage, RetrievalError, Retriever, load_retriever
 from envs.retrieval.http import HttpRetriever
+from tests.envs.servers import Reply, serving
 
 DOCUMENT = {"id": "7", "contents": '"Poland"\nThe capital is Warsaw.'}
 POLAND = Passage("7", "Poland", "The capital is Warsaw.", 0.83)
@@ -122,11 +124,27 @@ def test_nonsense_is_an_error_of_the_retriever(reply: httpx.Response, message: s
         client(lambda payload: reply, max_bytes=1000)[0].search(["a"], 1)
 
 
+def test_a_reply_in_drops_runs_out_of_time() -> None:
+    """A piece every 0.1 seconds never runs into a limit of 0.4 between pieces."""
+    drops: list[bytes | float] = [piece for _ in range(40) for piece in (b" ", 0.1)]
+    with serving(lambda asked: Reply(200, drops)) as server:
+        start = time.monotonic()
+        with pytest.raises(RetrievalError, match=r"no whole reply in 0\.4 seconds \(1 attempts\)"):
+            HttpRetriever(server.url, timeout=0.4, attempts=1).search(["a"], 1)
+        assert time.monotonic() - start < 3.5, "40 drops take 4 seconds"
+
+
+def test_a_broken_compression_is_an_error_of_the_retriever() -> None:
+    reply = Reply(200, b"no gzip", {"Content-Encoding": "gzip"})
+    with serving(lambda asked: reply) as server, pytest.raises(RetrievalError, match="the reply is broken"):
+        HttpRetriever(server.url).search(["a"], 1)
+
+
 def test_settings_and_sharing() -> None:
     assert load_retriever("http://host:1/retrieve") is load_retriever("http://host:1/retrieve")
     copy = pickle.loads(pickle.dumps(HttpRetriever("https://host/other", timeout=3.0)))
     assert copy.url == "https://host/other" and copy._client.timeout.read == 3.0
-    for bad in ("ftp://x", "http://", "host:8000"):
+    for bad in ("ftp://x", "http://", "host:8000", "http://x:port/", "http://x:99999/"):
         with pytest.raises(UserError, match="is no address of a retrieval server"):
             HttpRetriever(bad)
     with pytest.raises(UserError, match="dialect 'x'"):
