@@ -102,9 +102,33 @@ const where = () => document.getElementById("where").textContent;
 const shown = () => document.querySelectorAll(".episode").length;
 const press = (filter) => document.querySelector(`[data-filter="${filter}"]`).click();
 found.all = [where(), shown()];
-for (const filter of ["right", "wrong", "error"]) { press(filter); found[filter] = where(); }
-found.badges = [...new Set([...document.querySelectorAll(".badge")].map((node) => node.textContent))];
+const badges = () => [...new Set([...document.querySelectorAll(".badge")].map((node) => node.textContent))];
+const first = () => document.querySelector(".episode summary").textContent;
+// Contrast of a text with the nearest background behind it, as WCAG defines it.
+const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
+const light = (colour) => {
+  const [r, g, b] = numbers(colour).slice(0, 3).map((value) => value / 255)
+    .map((value) => (value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const contrast = (node) => {
+  let behind = node;
+  while (behind && /, 0\\)$|transparent/.test(getComputedStyle(behind).backgroundColor)) behind = behind.parentElement;
+  const pair = [light(getComputedStyle(node).color), light(getComputedStyle(behind).backgroundColor)];
+  return (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05);
+};
+found.contrast = {};
+for (const filter of ["right", "wrong", "error"]) {
+  press(filter);
+  found[filter] = [where(), badges(), document.querySelectorAll('[aria-pressed="true"]').length];
+  found.contrast[filter] = contrast(document.querySelector(".badge"));
+}
 press("");
+found.pages = [first()];
+document.getElementById("next").click();
+found.pages.push(first());
+document.getElementById("previous").click();
+found.pages.push(first());
 for (let i = 0; i < 49; i++) document.getElementById("next").click();
 found.last = [where(), document.getElementById("next").disabled];
 document.getElementById("previous").click();
@@ -120,6 +144,14 @@ const opened = document.querySelector(".episode");
 opened.open = true;
 setTimeout(() => {
   found.text = opened.textContent;
+  for (const part of [".memory", ".information", ".action", ".turn h4", "p", "th", "button", "figcaption span"]) {
+    found.contrast[part] = contrast(document.querySelector(part));
+  }
+  // What reaches over the page's edge, apart from tables, which scroll in their own box.
+  found.wide = [...document.querySelectorAll("main *")]
+    .filter((node) => !node.closest(".scroll > *") && node.getBoundingClientRect().right > window.innerWidth + 1)
+    .map((node) => node.tagName);
+  found.size = parseFloat(getComputedStyle(document.querySelector(".memory")).fontSize);
   found.memory = opened.querySelector(".memory").textContent;
   found.injected = document.querySelectorAll("img").length;
   found.title = document.title;
@@ -148,7 +180,14 @@ def browse(page: Path, folder: Path, width: int, dark: bool) -> dict[str, Any]:
         " document.body.append(node.cloneNode(true)); clearInterval(timer); } }, 20);</script>"
     )
     (folder / "frame.html").write_text(f"<!doctype html><html><body>{frame}</body></html>", encoding="utf-8")
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    command = [
+        str(CHROMIUM),
+        "--headless",
+        "--enable-logging=stderr",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--allow-file-access-from-files",
+    ]
     command += [f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=3000", "--dump-dom"]
     command += (
         ["--blink-settings=preferredColorScheme=0"] if dark else ["--blink-settings=preferredColorScheme=1"]
@@ -158,6 +197,7 @@ def browse(page: Path, folder: Path, width: int, dark: bool) -> dict[str, Any]:
     )
     match = re.search(r"FOUND(.*?)END", done.stdout, re.DOTALL)
     assert match, f"the page's own script did not finish: {done.stderr[-500:]}"
+    assert "CONSOLE" not in done.stderr, done.stderr
     result: dict[str, Any] = json.loads(
         match.group(1).replace("&amp;", "&").replace("&gt;", ">").replace("&lt;", "<")
     )
@@ -173,23 +213,26 @@ def needs_browser() -> None:
         pytest.skip(message)
 
 
-@pytest.mark.parametrize(("width", "dark"), [(390, False), (1280, True)])
+@pytest.mark.parametrize(("width", "dark"), [(375, False), (375, True), (1280, True)])
 def test_in_a_browser(page: Path, tmp_path: Path, width: int, dark: bool, needs_browser: None) -> None:
     found = browse(page, tmp_path, width, dark)
     assert found["problems"] == []
     assert found["all"] == ["1 to 20 of 1000", 20]
     # Of 500 episodes a benchmark every third is right, wrong, failed: 167, 167, 166.
-    assert [found[key] for key in ("right", "wrong", "error")] == [
-        "1 to 20 of 334", "1 to 20 of 334", "1 to 20 of 332",
-    ]  # fmt: skip
-    assert found["badges"] == ["error"]
+    assert {key: found[key] for key in ("right", "wrong", "error")} == {
+        "right": ["1 to 20 of 334", ["right"], 1],
+        "wrong": ["1 to 20 of 334", ["wrong"], 1],
+        "error": ["1 to 20 of 332", ["error"], 1],
+    }
+    assert [re.search(r"question (\d+)\.0", text).group(1) for text in found["pages"]] == ["0", "20", "0"]  # type: ignore[union-attr]
     assert found["last"] == ["981 to 1000 of 1000", True]
     assert found["back"] == "961 to 980 of 1000"
     assert found["benchmark"] == "1 to 20 of 500"
     assert found["search"] == "1 to 1 of 1"
     assert EVIL in found["memory"] and "Doc 1 " + EVIL in found["text"] and "P_mem 0.250" in found["text"]
     assert (found["injected"], "owned" in found["title"].split("model ")[0]) == (0, False)
-    assert found["width"][0] <= found["width"][1] == width
+    assert found["width"][0] <= found["width"][1] == width and found["wide"] == []
+    assert found["size"] >= 14 and min(found["contrast"].values()) >= 4.5, found["contrast"]
     assert found["charts"] == 3
     background, ink = (sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in found["colours"])
     assert (background < ink) == dark
