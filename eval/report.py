@@ -43,7 +43,7 @@ EXPLANATION = (
     "Scores are means over all attempted samples with 95 % intervals; a failure of the infrastructure counts 0 there "
     "and is left out of the column of completed ones. EM and F1 of several objectives are means over them; 'all' "
     "is the share of episodes with every objective right. TT: prompt and completion tokens over all turns; PT: the "
-    "largest prompt and completion of one turn."
+    "largest prompt and completion of one turn; PT (MEM1) leaves the first prompt out and counts right answers only."
 )
 SCORE_HEAD = (
     "benchmark",
@@ -57,7 +57,18 @@ SCORE_HEAD = (
     "invalid turns",
     "unanswered",
 )
-COST_HEAD = ("benchmark", "turns", "TT", "PT", "prompt", "completion", "memory", "observation", "dependency")
+COST_HEAD = (
+    "benchmark",
+    "turns",
+    "TT",
+    "PT",
+    "PT (MEM1)",
+    "prompt",
+    "completion",
+    "memory",
+    "observation",
+    "dependency",
+)
 
 
 def score_row(name: str, summary: Mapping[str, Any]) -> tuple[str, ...]:
@@ -82,6 +93,7 @@ def cost_row(name: str, summary: Mapping[str, Any]) -> tuple[str, ...]:
         number(summary["turns"], 2),
         with_interval(summary, "total_tokens", 0),
         with_interval(summary, "peak_tokens", 0),
+        number(summary["mem1_peak_tokens"], 0),
         *(number(summary[key], 0) for key in keys),
     )
 
