@@ -9,7 +9,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup train bench test lint cold-start ablation ablation-short results clean
+.PHONY: help setup train bench test lint cold-start ablation ablation-short results bench-evaluation clean
 
 help:
 	@echo "make train       set up, train the default recipe (about 10 minutes on 2 cores), show the result"
@@ -55,6 +55,10 @@ ablation-short: setup
 
 results: setup
 	$(BIN)/python -m benchmarks.results $(ARGS)
+
+# What of an evaluation's time is not the model's.
+bench-evaluation: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.evaluation $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info
