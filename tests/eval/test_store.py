@@ -21,7 +21,7 @@ from eval.benchmarks import Benchmark
 from eval.episode import Sample
 from eval.players import TextPlayer
 from eval.session import Settings, run_session
-from eval.store import RunWriter, first_difference, read_run
+from eval.store import RunWriter, finished_run, first_difference, read_run
 from eval.subjects import ScriptedSubject
 from tests.eval.conftest import LOOKUP, Remembering
 
@@ -111,6 +111,71 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match=r"samples but no run\.json"):
         RunWriter(tmp_path, CONFIG, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("run.json", b"", r"run\.json cannot be read"),
+        ("run.json", b"[]", r"run\.json: an object is needed"),
+        ("run.json", b"\xff\xfe", r"run\.json cannot be read"),
+        ("run.json", b'{"config": 3}', "config must be an object with benchmarks"),
+        ("run.json", b'{"config": {"benchmarks": []}}', "config must be an object with benchmarks"),
+        ("run.json", b'{"config": {"benchmarks": {"b": 3}}}', "'b' does not say how many samples"),
+        ("run.json", b'{"config": {"benchmarks": {"b": {"expected": "x"}}}}', "'b' does not say how many"),
+        ("run.json", b'{"config": {"seed": "x", "benchmarks": {}}}', 'seed is "x"'),
+        ("run.json", b'{"config": {"player": 3, "benchmarks": {}}}', "player is 3"),
+        (
+            "run.json",
+            b'{"config": {"benchmarks": {"b": {"expected": 1, "scorer": "nope"}}}}',
+            'unknown scorer "nope"',
+        ),
+        ("samples.jsonl", b"3\n", "line 1: an object is needed"),
+        ("samples.jsonl", b"\xff\n", "line 1: not valid JSON"),
+        ("samples.jsonl", b"[" * 100_000 + b"\n", "line 1: not valid JSON"),
+        ("samples.jsonl", b'{"a": 1}{"b": 2}\n', "line 1: not valid JSON"),
+        ("samples.jsonl", b'{"benchmark": "b"}\n', "line 1: a row is no sample"),
+    ],
+)
+def test_a_damaged_folder_is_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    write(tmp_path, [sample("q1")])
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        read_run(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("task_id", ["x"]), ("task_id", 3), ("sample", "0"), ("sample", True), ("answer", 3), ("turns", 3),
+        ("turns", [{}]), ("golds", [[1]]), ("golds", None), ("questions", [1]), ("tags", 3), ("reward", "1"),
+        ("error", False), ("stop_reason", None),
+    ],
+)  # fmt: skip
+def test_a_row_with_a_wrong_kind_is_named(tmp_path: Path, column: str, value: Any) -> None:
+    write(tmp_path, [sample("q1"), sample("q2")])
+    rows = [json.loads(row) for row in rows_of(tmp_path)]
+    rows[1][column] = value
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match=r"samples\.jsonl, line 2: a row is no sample"):
+        read_run(tmp_path)
+
+
+def test_rows_of_a_benchmark_that_the_run_does_not_name(tmp_path: Path) -> None:
+    write(tmp_path, [sample("q1")])
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write(json.dumps({"benchmark": "other", **sample("q2").to_json()}) + "\n")
+    with pytest.raises(UserError, match=r"a row of benchmark 'other', which run\.json does not name"):
+        read_run(tmp_path)
+
+
+def test_only_finished_runs_are_compared(tmp_path: Path) -> None:
+    write(tmp_path, [sample("q1"), sample("q2")])
+    with pytest.raises(UserError, match="not finished: 1 samples are missing"):
+        finished_run(tmp_path)
+    write(tmp_path, [sample("q3")])
+    assert finished_run(tmp_path).missing == 0
 
 
 def test_text_that_is_no_utf8_survives(tmp_path: Path) -> None:
