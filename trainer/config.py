@@ -176,7 +176,7 @@ class OutputConfig(Section):
     """What a run leaves on the disk."""
 
     checkpoint_every: int = Field(default=10, ge=1)
-    """Steps between checkpoints; the last step always has one."""
+    """Steps between checkpoints; the last step and every validation always have one."""
     keep: int = Field(default=2, ge=1)
     """Checkpoints kept beside the best one."""
     dump_every: int = Field(default=5, ge=1)

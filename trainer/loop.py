@@ -169,9 +169,9 @@ def record(run: Run, step: int, experience: Experience, update: dict[str, float]
 
 
 def save(run: Run, step: int, score: float | None) -> None:
-    """A checkpoint when one is due."""
+    """A checkpoint when one is due, and whenever the policy was validated: the best one can be any of those."""
     output = run.config.output
-    if step == run.config.steps or step % output.checkpoint_every == 0:
+    if step == run.config.steps or step % output.checkpoint_every == 0 or score is not None:
         run.checkpoints.save(
             step,
             {"learner": run.learner.state_dict(), "rng": rng_state()},

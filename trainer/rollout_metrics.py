@@ -48,10 +48,12 @@ def memory_metrics(scores: Scores, advantages: MemoryAdvantages, rewards: Memory
         if key.startswith("a_mem_turn") and len(items) >= _ENOUGH
     ]
     flat = values.get("a_mem", [])
+    turns = [score for group in scores for trajectory in group for score in trajectory]
     return {
         **{f"memory/{key}": fmean(items) for key, items in sorted(values.items())},
         "memory/positive_share": _mean(float(a > 0) for a in flat),
         "memory/negative_share": _mean(float(a < 0) for a in flat),
+        "memory/transcripts_cut": _mean(float(score.cut) for score in turns),
         # Far from 0: memories of early turns are judged for being early, not for what they say.
         "memory/a_mem_turn_bias": max(by_turn_mean, default=0.0),
     }

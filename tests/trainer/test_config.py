@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from envs.errors import UserError
 from trainer import run
+from trainer.algorithm import AlgorithmConfig, LearnerConfig, OptimizerConfig
 from trainer.config import load_config, recipe_names, write_config
 
 EVERY_MODEL = ["model.path=some/model"]
@@ -44,6 +46,60 @@ def test_recipes_reach_their_algorithms() -> None:
     assert (paper.rollout.questions_per_step, paper.rollout.group_size, paper.learner.epochs) == (128, 16, 1)
     assert load_config("gspo").learner.ratio == "sequence"
     assert load_config("dapo").learner.clip_high == 0.28 and load_config("dapo").learner.kl_coef == 0.0
+
+
+# What the paper or its walk-through states, by table of the recipe; all else there must be marked.
+STATED = {
+    "rollout": dict(questions_per_step=128, group_size=16),
+    "algorithm": dict(
+        advantage="group",
+        alpha=1.0,
+        outcome_baseline="mean",
+        outcome_scale="std",
+        memory_baseline="full",
+        memory_pool="group",
+        memory_scale="std",
+        memory_min_pool=1,
+        separate_memory_loss=False,
+    ),
+    "learner": dict(epochs=1, aggregation="trajectory", ratio="token"),
+    "learner.optimizer": dict(lr=1e-6),
+    "evaluation": dict(objectives=[2, 4, 6, 8, 10]),
+}
+# Numbers that only another setting gives a meaning, or that have no value.
+LEFT_OUT = {"constant_length", "importance_cap", "mini_batch_questions", "lora", "critic", "optimizer"} | {
+    "total_steps",
+    "floor",
+    "muon_lr",
+    "muon_momentum",
+}
+
+
+def test_the_papers_recipe_has_its_values_and_marks_every_other_one() -> None:
+    text = (Path(run.__file__).parent / "recipes" / "qwen2.5-7b-mempo.toml").read_text()
+    table, lines = "", dict[str, dict[str, tuple[object, str]]]()
+    for line in text.splitlines():
+        if line.startswith("["):
+            table = line.strip("[]")
+        elif "=" in line and not line.startswith("#"):
+            key, value = next(iter(tomllib.loads(line).items()))
+            lines.setdefault(table, {})[key] = (value, line.partition("#")[2])
+    for name, stated in STATED.items():
+        for key, value in stated.items():
+            assert lines[name][key][0] == value, key
+    for name in ("rollout", "learner", "learner.optimizer", "algorithm", "evaluation"):
+        for key, (_, comment) in lines[name].items():
+            if key not in STATED[name]:
+                assert "[choice]" in comment, f"{name}.{key} is neither stated nor marked"
+    for name, model in (
+        ("algorithm", AlgorithmConfig),
+        ("learner", LearnerConfig),
+        ("learner.optimizer", OptimizerConfig),
+    ):
+        assert set(lines[name]) == set(model.model_fields) - LEFT_OUT, "a default that nobody sees"
+    kwargs = load_config("qwen2.5-7b-mempo", EVERY_MODEL).environment[0].kwargs
+    assert (kwargs["objectives"], kwargs["max_turns"], kwargs["context"]) == (2, 16, "previous")
+    assert "em (every" in text or "(em)" in text
 
 
 def test_overrides_are_typed_and_reach_nested_values() -> None:

@@ -14,6 +14,7 @@ from tests.trainer.toy import row
 from trainer.algorithm import AlgorithmConfig, CriticConfig, LearnerConfig, OptimizerConfig
 from trainer.learner import Learner, NonFiniteError
 from trainer.metrics import UpdateMetrics
+from trainer.optimizers import OptimizerSet
 from trainer.packing import shard
 from trainer.row import Row
 from trainer.rows import rows_from_groups
@@ -177,6 +178,63 @@ def test_first_step_on_fresh_data_has_ratio_one(epochs, temperature):
         assert (ratios[1] - 1).abs().max() > 0.1 and metrics["clip_fraction"] > 0.02
 
 
+def steps_of(learner: Learner, rows: list[Row]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Ratios of each micro-batch and gradients of each optimizer step of an update."""
+    ratios: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
+    plain_surrogate, plain_clip = UpdateMetrics.surrogate, OptimizerSet.clip
+
+    def surrogate(metrics: UpdateMetrics, of_batch: Any) -> None:
+        ratios.append(of_batch.ratio)
+        plain_surrogate(metrics, of_batch)
+
+    def clip(optimizer: OptimizerSet) -> torch.Tensor:
+        gradients.append(torch.cat([p.grad.flatten() for p in optimizer.parameters.values()]))
+        return plain_clip(optimizer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UpdateMetrics, "surrogate", surrogate)
+        patch.setattr(OptimizerSet, "clip", clip)
+        learner.update(rows)
+    return ratios, gradients
+
+
+def test_the_first_of_several_epochs_is_the_step_of_one_with_ratio_exactly_one():
+    model = toy.qwen()
+    rows = rows_of(model)
+
+    def steps(epochs: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        settings = config(epochs=epochs, old_logprobs="recomputed", share_prompts=False)
+        return steps_of(Learner(copy.deepcopy(model), settings, toy.qwen(9)), rows)
+
+    (ratios, gradients), (more_ratios, more_gradients) = steps(1), steps(3)
+    assert (len(gradients), len(more_gradients)) == (1, 3)
+    assert torch.equal(ratios[0], torch.ones_like(ratios[0])) and torch.equal(more_ratios[0], ratios[0])
+    assert torch.equal(gradients[0], more_gradients[0]) and gradients[0].norm() > 0.01
+    assert (more_ratios[1] - 1).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("aggregation", ["token", "trajectory", "constant"])
+def test_splitting_turns_changes_no_gradient(aggregation):
+    """A completion as one row, and as two of which the second reads the first: the same tokens after the same."""
+    model = toy.qwen()
+    settings = config(
+        aggregation=aggregation, constant_length=7 if aggregation == "constant" else None, share_prompts=False
+    )
+    whole, split = rows_of(model), []
+    for r in whole:
+        cut = len(r.completion_ids) // 2
+        for turn, (start, end) in enumerate(((0, cut), (cut, len(r.completion_ids)))):
+            fields = ("completion_ids", "sampled", "advantages", "old_logprobs")
+            part = {name: getattr(r, name)[start:end] for name in fields}
+            prompt = r.prompt_ids + r.completion_ids[:start]
+            split.append(Row(**{**r.__dict__, **part, "prompt_ids": prompt, "turn": 2 * r.turn + turn}))
+    plain = gradient(Learner(copy.deepcopy(model), settings, toy.qwen(9)), whole)
+    other = gradient(Learner(model, settings, toy.qwen(9)), split)
+    assert len(split) == 2 * len(whole) and plain.norm() > 0.01
+    torch.testing.assert_close(other, plain, rtol=1e-10, atol=1e-12)
+
+
 def test_a_wrong_temperature_shows_in_the_first_step():
     model = toy.qwen()
     rows = rows_of(model, noise=0.0)
@@ -189,10 +247,13 @@ def test_steps_are_counted_in_questions():
     model = toy.qwen()
     rows = rows_of(model, questions=5)
     split = rows + [Row(**{**r.__dict__, "turn": r.turn + 10}) for r in rows]
+    falling = OptimizerConfig(lr=0.01, schedule="linear", total_steps=10)
+    settings = LearnerConfig(optimizer=falling, epochs=2, mini_batch_questions=2)
     for some in (rows, split):
-        learner = Learner(copy.deepcopy(model), config(epochs=2, mini_batch_questions=2), toy.qwen(9))
+        learner = Learner(copy.deepcopy(model), settings, toy.qwen(9))
         metrics = learner.update(some)
         assert metrics["optimizer_steps"] == learner.optimizer.steps == 6
+        assert metrics["lr"] == pytest.approx(0.005)  # of the sixth step, which is the fifth after the first
 
 
 def test_mini_batches_are_shuffled_by_the_seed_and_never_split_a_question():

@@ -95,7 +95,7 @@ def test_unscored_rewards_are_counted_and_left_out() -> None:
 def test_memory_scores_by_turn() -> None:
     scores = [
         [[MemoryScore(0.2, 0.1), MemoryScore(0.9, 0.5)], [MemoryScore(0.4, 0.1)]],
-        [[MemoryScore(None, 0.3)], [MemoryScore(0.6, 0.6)]],
+        [[MemoryScore(None, 0.3, cut=True)], [MemoryScore(0.6, 0.6)]],
     ]
     advantages = [[[-1.0, 1.5], [0.5]], [[0.0], [0.0]]]
     # The baseline "previous": turn 1 less the question alone, turn 2 less the memory before.
@@ -108,6 +108,7 @@ def test_memory_scores_by_turn() -> None:
     assert metrics["memory/r_mem_turn2"] == 0.7 and metrics["memory/p_full_turn2"] == 0.5
     assert metrics["memory/r_mem"] == pytest.approx((0.1 + 0.7 + 0.3 + 0.0) / 4)
     assert metrics["memory/positive_share"] == 0.5 and metrics["memory/negative_share"] == 0.25
+    assert metrics["memory/transcripts_cut"] == 1 / 5  # of five turns, that without a memory too
     assert metrics["memory/a_mem_turn_bias"] == 0.0  # too few memories of a turn to say
 
 
