@@ -153,6 +153,12 @@ class RolloutConfig(Section):
     """Fresh attempts of an episode after an infrastructure error, before its whole group is dropped."""
     max_redraws: int = Field(default=4, ge=0)
     """With `algorithm.drop_groups_without_signal`: further draws of questions to fill a step."""
+    step_seconds: float | None = Field(default=None, gt=0)
+    """Time limit of one step of an environment (a tool, a judge), which then holds no other episode up; None: none."""
+    request_seconds: float | None = Field(default=None, gt=0)
+    """Time limit of one request to the engine."""
+    episode_seconds: float | None = Field(default=None, gt=0)
+    """Time limit of one attempt at an episode."""
 
 
 class EvaluationConfig(Section):

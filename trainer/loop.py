@@ -19,7 +19,7 @@ from functools import partial
 from agent.engines.base import TrainableEngine
 from agent.memory_score import MemoryScore, MemoryScorer
 from agent.prompts import PromptBuilder
-from agent.rollout import RolloutReport, Sampling, collect_groups
+from agent.rollout import Limits, RolloutReport, Sampling, collect_groups
 from agent.trajectory import Group
 from trainer.checkpoint import CheckpointStore, rng_state
 from trainer.config import RunConfig
@@ -105,6 +105,7 @@ def roll_out(run: Run, draws: Sequence[Draw], step: int, dropped: Counter[str]) 
     """One group of episodes for each question, with its environment; one whose machinery failed is left out and
     counted."""
     settings = run.config.rollout
+    limits = Limits(settings.step_seconds, settings.request_seconds, settings.episode_seconds)
     environments = sorted({draw.environment for draw in draws})
 
     async def play() -> list[tuple[list[Group], RolloutReport]]:
@@ -120,6 +121,7 @@ def roll_out(run: Run, draws: Sequence[Draw], step: int, dropped: Counter[str]) 
                     run_seed=run.config.seed,
                     step=step,
                     retries=settings.retries,
+                    limits=limits,
                 )
                 for index in environments
             )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from agent.rollout import Limits, RolloutReport
 from agent.trajectory import Group, Trajectory, Turn
 from envs.tasks.task import Task
 from trainer import loop
 from trainer.config import load_config
+from trainer.questions import Draw
 
 
 def group(name: str, *rewards: float) -> Group:
@@ -68,3 +71,29 @@ def test_without_the_setting_nothing_is_drawn_again(monkeypatch: pytest.MonkeyPa
     batch = [[group("right", 1, 1), group("mixed", 0, 1)]]
     experience, asked = gathered(monkeypatch, batch, "algorithm.drop_groups_without_signal=false")
     assert asked == [(7, 3, 0)] and len(experience.groups) == 2
+
+
+def test_rollouts_get_their_limits_and_come_back_with_their_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two environments, each under its own rules; a group that failed is counted."""
+    asked: dict[str, Any] = {}
+
+    async def collect_groups(tasks: Any, make_env: Any, engine: Any, prompts: str, **settings: Any) -> Any:
+        asked[prompts] = (tasks, settings["limits"], settings["samples"], settings["step"])
+        return [group(task.id, 0, 1) for task in tasks if task.id != "c"], RolloutReport(
+            dropped=Counter(timeout=1)
+        )
+
+    monkeypatch.setattr(loop, "collect_groups", collect_groups)
+    config = load_config("tiny", ["rollout.step_seconds=5", "rollout.episode_seconds=60.5"])
+    questions = SimpleNamespace(environment=lambda index, task: None)
+    run: Any = SimpleNamespace(config=config, questions=questions, engine=None, prompts=["one", "two"])
+    tasks = {name: Task(name, ("q",), (("a",),)) for name in "abc"}
+    draws = [Draw(1, tasks["a"]), Draw(0, tasks["b"]), Draw(1, tasks["c"])]
+    dropped: Counter[str] = Counter()
+    played = loop.roll_out(run, draws, 3, dropped)
+    assert [(index, group.task.id) for index, group in played] == [(0, "b"), (1, "a")]
+    assert dropped == {"timeout": 2}
+    assert asked["one"] == ([tasks["b"]], Limits(5.0, None, 60.5), 16, 3)
+    assert asked["two"][0] == [tasks["a"], tasks["c"]]
