@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -82,6 +84,21 @@ def load_model(
     if source.count("/") != 1 or source.startswith((".", "/", "~")):
         raise UserError(f"model folder {source!r} does not exist (a hub id has the form 'owner/name')")
     return _load(source, source, dtype, device)
+
+
+def load_tokenizer(path_or_id: str | Path) -> tuple[PreTrainedTokenizerBase, PretrainedConfig]:
+    """Tokenizer and text configuration of a model whose weights are elsewhere.
+
+    Raises:
+        UserError: nothing there.
+    """
+    source = str(Path(path_or_id).expanduser()) if Path(path_or_id).expanduser().is_dir() else str(path_or_id)
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        return _load_tokenizer(source, {}), config.get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"model {source!r} cannot be loaded: {reason}") from error
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> Path:

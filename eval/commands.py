@@ -14,7 +14,15 @@ from eval import benchmarks as registry
 from eval.benchmarks import OBJECTIVES, Benchmark
 from eval.chat import Endpoint
 from eval.session import Settings
-from eval.subjects import EndpointSubject, Manner, ScriptedSubject, Subject, local_model, newest_run
+from eval.subjects import (
+    EndpointSubject,
+    Manner,
+    ScriptedSubject,
+    Subject,
+    local_model,
+    newest_run,
+    served_model,
+)
 
 
 def add_subject_options(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +39,12 @@ def add_subject_options(parser: argparse.ArgumentParser) -> None:
         "--endpoint",
         metavar="URL",
         help="OpenAI-compatible address (http://host:port/v1; key: OPENAI_API_KEY)",
+    )
+    who.add_argument(
+        "--server",
+        action="append",
+        metavar="URL",
+        help="a running SGLang server (http://host:port) that serves --model; may be repeated",
     )
     who.add_argument("--endpoint-model", metavar="NAME", help="the model's name at the endpoint")
     who.add_argument("--name", help="how tables call the model (default: the folder's name)")
@@ -119,6 +133,16 @@ def subjects(options: argparse.Namespace) -> list[tuple[Subject, Path]]:
         endpoint = Endpoint(options.endpoint, options.endpoint_model, concurrency=options.concurrency)
         given = Manner(**{key: value for key, value in manner.items() if value is not None})
         return [(EndpointSubject(endpoint, given, options.name), options.runs / "eval")]
+    if options.server is not None:
+        if options.model is None:
+            raise UserError(
+                "--server needs --model: the folder of the model that it serves, for its tokenizer"
+            )
+        if options.memory_scores:
+            raise UserError("--memory-scores needs the model in this process: leave out --server")
+        return [
+            (served_model(options.model, options.server, name=options.name, **manner), options.runs / "eval")
+        ]
     manner |= {"device": options.device, "memory_scores": options.memory_scores}
     if options.model is not None:
         return [(local_model(options.model, name=options.name, **manner), options.runs / "eval")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from agent.engines.base import Engine
+from agent.engines.choose import serving_engine
 from agent.engines.local import LocalEngine
 from agent.engines.scripted import Expert, Habits, RandomPlayer, RecordedPlayer, ScriptedPlayer
 from agent.memory_score import MemoryScore, MemoryScorer
-from agent.models import LoadedModel, load_model
+from agent.models import LoadedModel, load_model, load_tokenizer
 from agent.prompts import PromptBuilder, system_prompt
 from agent.rollout import Limits, Sampling, SeedKey
 from agent.seeds import derive
@@ -248,13 +249,35 @@ def local_model(
         UserError: no model there.
     """
     loaded = load_model(path, device=device)
+    manner = _manner(path, loaded.tokenizer, overrides)
+    return ModelSubject.local(loaded, manner, name, memory_scores)
+
+
+def served_model(
+    path: str, urls: Sequence[str], *, name: str | None = None, **overrides: Any
+) -> ModelSubject:
+    """A model that SGLang servers serve, asked with token ids; its folder gives tokenizer and window.
+
+    Args:
+        path: the folder or hub id that the servers serve; weights are not read from it.
+        overrides: as in `local_model`.
+
+    Raises:
+        UserError: no tokenizer there, no server, or servers with different weights.
+    """
+    tokenizer, config = load_tokenizer(path)
+    engine = serving_engine(urls, config)
+    manner = _manner(path, tokenizer, overrides)
+    return ModelSubject(name or Path(path).resolve().name, engine, tokenizer, engine.fingerprint(), manner)
+
+
+def _manner(path: str, tokenizer: Any, overrides: dict[str, Any]) -> Manner:
     manner = training_manner(Path(path).parent) or Manner(
-        style="paper" if getattr(loaded.tokenizer, "chat_template", None) else "few-shot"
+        style="paper" if getattr(tokenizer, "chat_template", None) else "few-shot"
     )
     interface = {**manner.interface, **(overrides.pop("interface", None) or {})}
     changed = {key: value for key, value in overrides.items() if value is not None}
-    manner = Manner(**{**vars(manner), **changed, "interface": interface})
-    return ModelSubject.local(loaded, manner, name, memory_scores)
+    return Manner(**{**vars(manner), **changed, "interface": interface})
 
 
 def training_manner(run: Path) -> Manner | None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from pydantic import ValidationError
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from agent.engines.base import TrainableEngine
 from agent.engines.settings import SGLangSettings
+from envs.errors import UserError
+
+if TYPE_CHECKING:
+    from agent.engines.sglang import SGLangEngine
 
 
 def trainable_engine(
@@ -39,3 +46,21 @@ def trainable_engine(
 
         return LocalEngine(model, tokenizer, max_batch=max_batch)
     raise ValueError(f"unknown engine {name!r}")
+
+
+def serving_engine(urls: Sequence[str], config: PretrainedConfig) -> SGLangEngine:
+    """An engine over running SGLang servers, for a model that is only evaluated.
+
+    Args:
+        config: of the model that they serve.
+
+    Raises:
+        UserError: no server there, or servers with different weights.
+    """
+    from agent.engines.sglang import SGLangEngine
+
+    try:
+        settings = SGLangSettings(urls=tuple(urls))
+    except ValidationError as error:
+        raise UserError(f"server: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+    return SGLangEngine.for_evaluation(settings, int(config.vocab_size), int(config.max_position_embeddings))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import json
 import random
@@ -110,29 +111,28 @@ class SGLangEngine:
         base = _base(model)
         config = base.config.get_text_config()
         start = own / "start"
-        members: list[Member] = []
         carrier: Carrier = (
             DiskCarrier(Path(settings.weights_folder or own) / f"weights-{uuid.uuid4().hex[:8]}", tokenizer)
             if settings.weights == "disk"
             else BroadcastCarrier(settings.host, settings.update_timeout)
         )
-        pool = Pool(members, settings, carrier)
+        pool = Pool([], settings, carrier)
         try:
-            save_model(plain, tokenizer, start)
-            members += _members(
+            if settings.launch:
+                save_model(plain, tokenizer, start)
+            pool.members = _members(
                 settings, start, str(base.dtype).removeprefix("torch."), folder / "sglang.log"
             )
-            for member in members:
+            for member in pool.members:
                 assert member.info is not None
-                refuse_other_model(start, member.info, member.url)
+                refuse_other_model(plain.config, member.info, member.url)
                 member.alive = True
             pool.push(plain, 0)
         except BaseException:
-            pool.members = members
             pool.close()
             shutil.rmtree(own, ignore_errors=True)
             raise
-        context = _context(members, int(config.max_position_embeddings))
+        context = _context(pool.members, int(config.max_position_embeddings))
         return cls(pool, settings, int(config.vocab_size), context, base, own)
 
     @classmethod
@@ -231,6 +231,17 @@ class SGLangEngine:
                 raise
             finally:
                 self._pushes += 1
+
+    def fingerprint(self) -> str:
+        """Hash of the weights that the servers have now, 16 hex digits.
+
+        Raises:
+            UserError: they do not all have the same.
+        """
+        sums = {json.dumps(member.server.checksums(), sort_keys=True) for member in self.pool.members}
+        if len(sums) > 1:
+            raise UserError("the servers serve different weights: their checksums differ")
+        return hashlib.sha256(sums.pop().encode()).hexdigest()[:16]
 
     async def close(self) -> None:
         """End what waits; servers that were started here end with their children."""

@@ -63,13 +63,15 @@ class DiskCarrier:
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         self._folder, self._tokenizer = folder.resolve(), tokenizer
         self._current: Path | None = None
+        self._config: Any = None
 
     def prepare(self, model: PreTrainedModel, version: int) -> None:
+        self._config = model.config
         self._current = save_model(model, self._tokenizer, self._folder / f"version-{version:06d}")
 
     def send(self, server: Server, info: ServerInfo, label: str) -> None:
         assert self._current is not None, "prepare comes first"
-        refuse_other_model(self._current, info, server.url)
+        refuse_other_model(self._config, info, server.url)
         server.load_folder(str(self._current), label)
 
     def settle(self) -> None:
@@ -112,13 +114,15 @@ def plain_model(source: Any, like: PreTrainedModel) -> PreTrainedModel:
     return found
 
 
-def refuse_other_model(folder: Path, info: ServerInfo, url: str) -> None:
+def refuse_other_model(config: Any, info: ServerInfo, url: str) -> None:
     """A server loads a folder of another architecture without a complaint and serves nonsense: compare before.
+
+    Args:
+        config: of the model whose weights it is to get.
 
     Raises:
         UserError: the server was started with a model of another kind, or of another size where that can be seen.
     """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if info.model_type and config.model_type != info.model_type:
         raise UserError(
             f"{url} serves a {info.model_type} model, these weights are of a {config.model_type} one"
