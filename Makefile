@@ -1,6 +1,8 @@
 # `make train` and `make test` do everything on a fresh machine; the other targets are listed by `make help`.
 PYTHON ?= python3
 VENV   ?= .venv
+# SGLang pins its own torch and transformers, so it lives in an environment of its own.
+SGLANG ?= .venv-sglang
 # Which torch the set-up takes, see README "CPU or CUDA". Left alone when it is already in the environment.
 TORCH  ?= torch==2.13.0
 ARGS   ?=
@@ -9,11 +11,12 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup train bench test lint cold-start ablation ablation-short results bench-evaluation clean
+.PHONY: help setup sglang-env train bench test lint cold-start ablation ablation-short results bench-evaluation clean
 
 help:
 	@echo "make train       set up, train the default recipe (about 10 minutes on 2 cores), show the result"
 	@echo "make test        set up, lint, type-check and run the tests"
+	@echo "make sglang-env  set up SGLang in an environment of its own, for a CPU: --engine sglang --launch, and its tests"
 	@echo "make bench       score the newest run on the embedded held-out benchmarks"
 	@echo "make cold-start  rebuild the cold-start model that comes with the package"
 	@echo "make results     the figures of docs/results.md: 3 seeds and the good-habit reference"
@@ -30,6 +33,16 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[models,server,dev]"
 	touch $@
 
+sglang-env: $(SGLANG)/.installed
+
+# Without their dependencies: those that a text model on a CPU needs are in requirements.txt, the CUDA ones are left out.
+$(SGLANG)/.installed: tests/sglang/requirements.txt tests/sglang/packages.txt
+	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -c "import torch" 2>/dev/null || $(SGLANG)/bin/python -m pip install -q "$(TORCH)" triton==3.9.0
+	$(SGLANG)/bin/python -m pip install -q -r tests/sglang/requirements.txt
+	$(SGLANG)/bin/python -m pip install -q --no-deps -r tests/sglang/packages.txt
+	touch $@
+
 train: setup
 	$(BIN)/python -m trainer.run $(ARGS)
 
@@ -42,7 +55,8 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not sglang" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sglang $(ARGS) || test $$? -eq 5 # 5: ARGS chose none of them
 
 cold-start: setup
 	$(BIN)/python -m trainer.cold_start $(ARGS)

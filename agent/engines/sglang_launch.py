@@ -71,6 +71,13 @@ class LocalServer:
         return f"http://127.0.0.1:{self._port}"
 
     @property
+    def group(self) -> int:
+        """Number of the process group that holds the server and its children, and nobody else."""
+        if self._process is None:
+            raise ValueError("the server was not started")
+        return self._process.pid
+
+    @property
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
