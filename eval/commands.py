@@ -118,6 +118,13 @@ def subjects(options: argparse.Namespace) -> list[tuple[Subject, Path]]:
     chosen = [flag for flag in ("model", "run", "player", "endpoint") if getattr(options, flag) is not None]
     if len(chosen) > 1:
         raise UserError(f"--{chosen[0]} and --{chosen[1]} name two different things to evaluate; give one")
+    if options.server is not None:
+        if options.model is None:
+            raise UserError(
+                "--server needs --model: the folder of the model that it serves, for its tokenizer"
+            )
+        if options.memory_scores:
+            raise UserError("--memory-scores needs the model in this process: leave out --server")
     if options.player is not None:
         return [(ScriptedSubject(options.player), options.runs / "eval")]
     manner: dict[str, Any] = {
@@ -134,12 +141,6 @@ def subjects(options: argparse.Namespace) -> list[tuple[Subject, Path]]:
         given = Manner(**{key: value for key, value in manner.items() if value is not None})
         return [(EndpointSubject(endpoint, given, options.name), options.runs / "eval")]
     if options.server is not None:
-        if options.model is None:
-            raise UserError(
-                "--server needs --model: the folder of the model that it serves, for its tokenizer"
-            )
-        if options.memory_scores:
-            raise UserError("--memory-scores needs the model in this process: leave out --server")
         return [
             (served_model(options.model, options.server, name=options.name, **manner), options.runs / "eval")
         ]

@@ -240,7 +240,7 @@ def _parser() -> argparse.ArgumentParser:
         "--server",
         action="append",
         metavar="URL",
-        help="a running SGLang server, for --engine sglang; may be repeated",
+        help="a running SGLang server to sample on; may be repeated",
     )
     parser.add_argument(
         "--launch", action="store_true", help="start an SGLang server, and end it with the run"
@@ -267,26 +267,37 @@ def _choose(options: argparse.Namespace) -> tuple[Path, RunConfig, bool]:
         (options.data, "environment.0.kwargs.tasks"),
         (options.corpus, "environment.0.kwargs.retriever"),
         (options.eval_data, "evaluation.tasks"),
-        (options.engine, "rollout.engine"),
-        (options.server, "rollout.sglang.urls"),
-        (options.launch or None, "rollout.sglang.launch"),
     ):
         if flag is not None:
             overrides.append(f"{key}={json.dumps(flag)}")
     if options.resume is not None:
         if overrides or options.out is not None:
-            raise UserError("--resume goes on with a run as it is: no other option changes it")
+            raise UserError(
+                "--resume goes on with a run as it is: no option changes it but where tokens come from"
+            )
         written = options.resume / "config.toml"
         if not written.is_file():
             raise UserError(f"{options.resume} is no run: it has no config.toml")
-        return options.resume, load_config(str(written)), True
-    config = load_config(options.recipe, overrides)
+        return options.resume, load_config(str(written), _where(options)), True
+    config = load_config(options.recipe, [*overrides, *_where(options)])
     folder = options.out or Path("runs") / f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     if (folder / "config.toml").exists():
         raise UserError(
             f"{folder} already holds a run: choose another --out, or go on with it by --resume {folder}"
         )
     return folder, config, False
+
+
+def _where(options: argparse.Namespace) -> list[str]:
+    """Overrides that say where tokens come from; servers that are named replace a launched one, and it them."""
+    found = []
+    engine = options.engine or ("sglang" if options.server or options.launch else None)
+    if engine is not None:
+        found.append(f"rollout.engine={engine}")
+    if options.server or options.launch:
+        found.append(f"rollout.sglang.urls={json.dumps(options.server or [])}")
+        found.append(f"rollout.sglang.launch={json.dumps(options.launch)}")
+    return found
 
 
 def _cold_start(config: RunConfig, folder: Path, console: Console) -> LoadedModel:

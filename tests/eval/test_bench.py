@@ -17,6 +17,7 @@ from eval.compare import compare_samples
 from eval.subjects import newest_run, training_manner
 from eval.suites import load_suite
 from tests.eval.test_store import sample
+from trainer.cold_start import SHIPPED
 
 CONFIG = """
 [[environment]]
@@ -312,6 +313,14 @@ def test_comparison_of_the_pairs() -> None:
         (["--player", "expert", "--questions", "2", "--out", "/dev/null"], "/dev/null"),
         (["--endpoint", "http://h:99999999/v1", "--endpoint-model", "m"], "no such host and port"),
         (["--player", "expert", "--env", "CartPole-v1"], "CartPole"),
+        (["--server", "http://h:1"], "--server needs --model"),
+        (["--server", "http://h:1", "--player", "expert"], "--server needs --model"),
+        (["--server", "h:1", "--model", str(SHIPPED)], "'h:1' is no address"),
+        (
+            ["--server", "http://127.0.0.1:9", "--model", str(SHIPPED)],
+            "no SGLang server at http://127.0.0.1:9",
+        ),
+        (["--server", "http://127.0.0.1:9", "--model", "/nowhere/at/all"], "cannot be loaded"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -187,3 +187,44 @@ def test_missing_data_and_a_malformed_row_are_named(
     data.unlink()
     assert run.main(["gemma3-270m", *shipped, *files, *overrides, "--out", str(tmp_path / "c")]) == 2
     assert str(data) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--engine", "sglang"], "no server is named: give rollout.sglang.urls (--server URL)"),
+        (["--server", "localhost:30000"], "'localhost:30000' is no address; http://host:port is needed"),
+        (["--server", "http://a:1", "--launch"], "launch starts a server of its own: give no urls with it"),
+        (["--set", "rollout.sglang.pause=1"], "unknown key 'rollout.sglang.pause'"),
+        (["--server", "http://127.0.0.1:9"], "no SGLang server at http://127.0.0.1:9"),
+        (["--launch", "--set", "rollout.sglang.python=/nowhere/python"], "`make sglang-env` makes SGLang's"),
+    ],
+)
+def test_servers_that_are_not_there_are_one_line(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.main(["tiny", *arguments, "--out", str(tmp_path / "run")]) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert len(error) == 1 and error[0].startswith("error: ") and message in error[0]
+
+
+def test_a_named_server_or_a_launch_chooses_the_engine() -> None:
+    parse = run._parser().parse_args
+    _, config, _ = run._choose(parse(["tiny", "--server", "http://a:1", "--server", "http://b:1"]))
+    assert (config.rollout.engine, config.rollout.sglang.urls) == ("sglang", ("http://a:1", "http://b:1"))
+    _, config, _ = run._choose(parse(["tiny", "--launch"]))
+    assert config.rollout.engine == "sglang" and config.rollout.sglang.launch
+    assert run._choose(parse(["tiny"]))[1].rollout.engine == "local"
+
+
+def test_a_resumed_run_may_sample_elsewhere_and_changes_in_nothing_else(tmp_path: Path) -> None:
+    parse = run._parser().parse_args
+    written = load_config("tiny", ["rollout.engine=sglang", "rollout.sglang.launch=true"])
+    write_config(written, tmp_path / "config.toml")
+    resume = ["--resume", str(tmp_path)]
+    _, config, resumed = run._choose(parse([*resume, "--server", "http://a:1"]))
+    assert resumed and config.rollout.sglang.urls == ("http://a:1",) and not config.rollout.sglang.launch
+    assert config.model_copy(update={"rollout": written.rollout}) == written
+    assert run._choose(parse([*resume, "--engine", "local"]))[1].rollout.engine == "local"
+    with pytest.raises(UserError, match="no option changes it but where tokens come from"):
+        run._choose(parse([*resume, "--seed", "2", "--server", "http://a:1"]))
