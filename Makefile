@@ -11,7 +11,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup sglang-env train bench test lint cold-start ablation ablation-short results bench-evaluation clean
+.PHONY: help setup sglang-env train bench test lint cold-start ablation ablation-short results bench-evaluation sglang-client clean
 
 help:
 	@echo "make train       set up, train the default recipe (about 10 minutes on 2 cores), show the result"
@@ -19,6 +19,7 @@ help:
 	@echo "make sglang-env  set up SGLang in an environment of its own, for a CPU: --engine sglang --launch, and its tests"
 	@echo "make bench       score the newest run on the embedded held-out benchmarks"
 	@echo "make cold-start  rebuild the cold-start model that comes with the package"
+	@echo "make sglang-client  what the SGLang client costs, on a server that it starts"
 	@echo "make results     the figures of docs/results.md: 3 seeds and the good-habit reference"
 	@echo "make ablation    every algorithm of the family, 5 paired seeds (hours); make ablation-short: one short seed each"
 	@echo "Arguments go through ARGS, e.g. make train ARGS='--seed 1 --set steps=40'"
@@ -66,6 +67,9 @@ ablation: setup
 
 ablation-short: setup
 	$(BIN)/python -m benchmarks.ablation --seeds 0 --runs runs/ablation-short --set steps=12 $(ARGS)
+
+sglang-client: setup sglang-env
+	$(BIN)/python -m benchmarks.sglang_client --launch $(ARGS)
 
 results: setup
 	$(BIN)/python -m benchmarks.results $(ARGS)

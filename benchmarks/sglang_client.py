@@ -4,7 +4,7 @@ Processor time is measured against a server of constant answers in another proce
 server that ``/slow_down`` makes slow (so that it, and not this machine, is what is waited for): the same requests once
 through the engine, once as plain posts with nothing around them, in turns.
 
-Run: ``python -m benchmarks.sglang_client`` (only the first part), or with ``--server URL --model FOLDER``.
+Run: ``make sglang-client``, or ``python -m benchmarks.sglang_client`` for the first part alone.
 """
 
 from __future__ import annotations
@@ -15,19 +15,24 @@ import json
 import multiprocessing
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 from agent.engines.base import Completion, GenerationRequest
 from agent.engines.http_streams import StreamTransport
 from agent.engines.settings import SGLangSettings
 from agent.engines.sglang import SGLangEngine
+from agent.engines.sglang_launch import LocalServer
 from agent.engines.sglang_reply import body_of
 from agent.engines.sglang_server import Server
 from agent.models import load_tokenizer
+from trainer.cold_start import SHIPPED
 
 _PROMPT, _COMPLETION, _VOCABULARY = 250, 60, 3000
 
@@ -155,16 +160,36 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=0.2, help="seconds it sleeps in every forward pass")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--at-once", type=int, default=48, help="requests of the second part")
+    parser.add_argument("--launch", action="store_true", help="start a server with the cold-start model")
+    parser.add_argument("--python", default=SGLangSettings().python, help="of SGLang's environment")
     options = parser.parse_args()
+    if options.server is not None and options.model is None:
+        parser.error("--server needs --model")
+    torch.set_num_threads(1)
     cost = processor_time(options.requests, options.rounds)
     print(f"processor time: {cost:.2f} ms a request ({_PROMPT} prompt and {_COMPLETION} new tokens)")
-    if options.server is not None:
-        if options.model is None:
-            parser.error("--server needs --model")
-        ours, bare = rates(
-            options.server, options.model, options.at_once, options.new_tokens, options.slow, options.rounds
-        )
-        print(f"engine {ours:.1f} tokens/s, bare posts {bare:.1f} tokens/s: {ours / bare:.1%}")
+    local: LocalServer | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        if options.launch:
+            local = LocalServer(options.python, SHIPPED, "float32", Path(folder) / "server.log")
+            local.start()
+        try:
+            if local is not None:
+                local.wait(900)
+                options.server, options.model = local.url, str(SHIPPED)
+            if options.server is not None:
+                ours, bare = rates(
+                    options.server,
+                    options.model,
+                    options.at_once,
+                    options.new_tokens,
+                    options.slow,
+                    options.rounds,
+                )
+                print(f"engine {ours:.1f} tokens/s, bare posts {bare:.1f} tokens/s: {ours / bare:.1%}")
+        finally:
+            if local is not None:
+                local.stop()
 
 
 if __name__ == "__main__":

@@ -250,6 +250,7 @@ class SGLangEngine:
         if current is not None and current.loop is asyncio.get_running_loop():
             for task in [*current.waiting.values(), *current.errands]:
                 task.cancel()
+            current.returned.set()
             await current.client.aclose()
         await asyncio.to_thread(self.pool.close)
         if self._own_folder is not None:

@@ -105,10 +105,10 @@ class Pool:
         with self.lock:
             self.carrier.prepare(model, version)
             there = [member for member in self.members if member.alive]
-            there = self._each(there, lambda member: member.server.pause())
-            self._model, self.current = model, (f"{version}-{self._nonce}", version)
-            self._groups.clear()
             try:
+                there = self._each(there, lambda member: member.server.pause())
+                self._model, self.current = model, (f"{version}-{self._nonce}", version)
+                self._groups.clear()
                 there = self._each(there, self._install)
             finally:
                 with contextlib.suppress(EngineError):

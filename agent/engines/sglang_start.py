@@ -123,6 +123,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):
+    # The folder of a script comes first in its path: in this one lies a module that is called sglang, too.
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path = [entry for entry in sys.path if os.path.abspath(entry) != here]
     declare_absent_packages()
 if __name__ == "__main__":
     main(sys.argv[1:])
