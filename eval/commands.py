@@ -57,6 +57,13 @@ def add_subject_options(parser: argparse.ArgumentParser) -> None:
         "--max-prompt-tokens", type=int, metavar="N", help="longer prompts are shortened (window)"
     )
     how.add_argument("--context", metavar="C", help="what is carried: previous, full, or a number of steps")
+    how.add_argument(
+        "--template-arg",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="argument of the chat template, such as enable_thinking=false",
+    )
     how.add_argument("--no-tools", action="store_true", help="one turn, from what the model knows")
     how.add_argument(
         "--memory", default="keep", help="keep, blank, or swap with another episode's (default: keep)"
@@ -133,6 +140,7 @@ def subjects(options: argparse.Namespace) -> list[tuple[Subject, Path]]:
         "max_new_tokens": options.max_new_tokens,
         "max_prompt_tokens": options.max_prompt_tokens,
         "tools": False if options.no_tools else None,
+        "template": parse_arguments(options.template_arg, "--template-arg") or None,
     }
     if options.endpoint is not None:
         if options.endpoint_model is None:
@@ -229,7 +237,7 @@ def settings(options: argparse.Namespace) -> Settings:
     return Settings(options.seed, options.memory, options.concurrency, env_kwargs=env_kwargs)
 
 
-def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:
+def parse_arguments(pairs: Sequence[str], flag: str = "--env-arg") -> dict[str, Any]:
     """``key=value`` with the value read as TOML, else as text.
 
     Raises:
@@ -239,7 +247,7 @@ def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:
     for pair in pairs:
         key, separator, raw = pair.partition("=")
         if not separator or not key:
-            raise UserError(f"--env-arg {pair!r}: key=value is needed")
+            raise UserError(f"{flag} {pair!r}: key=value is needed")
         try:
             found[key] = tomllib.loads(f"value = {raw}")["value"]
         except tomllib.TOMLDecodeError:

@@ -69,6 +69,7 @@ class Manner:
         max_prompt_tokens: longer prompts are shortened; None for the model's window.
         interface: arguments of the environment that the model is used to.
         tools: without them the model answers in one turn from what it knows.
+        template: handed to the chat template, such as ``{"enable_thinking": False}``.
     """
 
     style: str = "paper"
@@ -77,6 +78,7 @@ class Manner:
     max_prompt_tokens: int | None = None
     interface: Mapping[str, Any] = field(default_factory=dict)
     tools: bool = True
+    template: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_prompt_tokens"):
@@ -126,7 +128,12 @@ class ModelSubject:
     def player(self, env_id: str, env_kwargs: Mapping[str, Any], temperature: float) -> Player:
         manner = self._manner
         rules = rules_for(manner, env_id, env_kwargs)
-        prompts = PromptBuilder(self._tokenizer, rules, max_prompt_tokens=manner.max_prompt_tokens)
+        prompts = PromptBuilder(
+            self._tokenizer,
+            rules,
+            max_prompt_tokens=manner.max_prompt_tokens,
+            template_options=manner.template,
+        )
         sampling = Sampling(temperature, manner.max_new_tokens)
         identity = {"weights": self._fingerprint}
         # A search over a network waits: in a thread it holds up nobody else.
@@ -301,6 +308,7 @@ def training_manner(run: Path) -> Manner | None:
         call_style=model.get("call_style", "tool_call"),
         max_new_tokens=int(rollout.get("max_new_tokens", 512)),
         max_prompt_tokens=rollout.get("max_prompt_tokens"),
+        template=model.get("template_options", {}),
         interface={key: value for key, value in kwargs.items() if key not in _OF_THE_BENCHMARK},
     )
 

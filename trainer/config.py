@@ -54,6 +54,8 @@ class ModelConfig(Section):
     """Prompt style: `compact` has no system prompt (small models), `few-shot` shows two worked turns (base models)."""
     call_style: Literal["tool_call", "search"] = "tool_call"
     """How the prompt's examples and the expert write a search."""
+    template_options: dict[str, Any] = Field(default_factory=dict)
+    """Handed to the chat template, such as `enable_thinking = false` for Qwen3."""
     answer_lead: str = ""
     """What the policy writes between `<answer>` and the answer; a space spells names as they are spelt in texts."""
     hidden: int = Field(default=128, ge=8)

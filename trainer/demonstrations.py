@@ -15,7 +15,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,11 @@ def demonstrate(config: RunConfig, folder: Path | None = None) -> tuple[list[Epi
     teacher, counts = config.cold_start.teacher, Counter[str]()
     if teacher.endswith(".jsonl"):
         episodes = read_demonstrations(Path(teacher))
+        foreign = next((e for e in episodes if not 0 <= e.environment < len(config.environment)), None)
+        if foreign is not None:
+            raise UserError(
+                f"{teacher}: an episode of environment {foreign.environment}, and there are {len(config.environment)}"
+            )
         counts.update(played=len(episodes), right=len(episodes))
     elif teacher == "expert":
         episodes = _by_expert(config, counts)
@@ -113,6 +118,7 @@ def _episode(row: Mapping[str, Any], where: str) -> Episode:
             information=tuple(map(str, row["information"])),
             memories=tuple(None if memory is None else str(memory) for memory in row["memories"]),
             names=tuple(map(str, row["names"])),
+            environment=int(row["environment"]),
         )
         if not len(episode.turns) == len(episode.information) == len(episode.memories) > 0:
             raise ValueError("turns, information and memories differ in length")
@@ -121,15 +127,24 @@ def _episode(row: Mapping[str, Any], where: str) -> Episode:
     return episode
 
 
-def _sources(config: RunConfig) -> list[tuple[EnvironmentConfig, list[Task]]]:
+@dataclass(frozen=True)
+class _Source:
+    """A training environment and the tasks that the teacher plays in it."""
+
+    index: int
+    config: EnvironmentConfig
+    tasks: list[Task]
+
+
+def _sources(config: RunConfig) -> list[_Source]:
     """Each training environment with its share of the tasks: every one at most once."""
     weights = sum(source.weight for source in config.environment)
     found = []
-    for source in config.environment:
+    for index, source in enumerate(config.environment):
         share = max(1, round(config.cold_start.episodes * source.weight / weights))
         known = getattr(make(source.id, **source.kwargs).unwrapped, "num_tasks", None)
         count = min(share, known) if isinstance(known, int) else share
-        found.append((source, draw_tasks(source.id, source.kwargs, count)))
+        found.append(_Source(index, source, draw_tasks(source.id, source.kwargs, count)))
     return found
 
 
@@ -146,8 +161,8 @@ def _by_expert(config: RunConfig, counts: Counter[str]) -> list[Episode]:
 
     return [
         episode
-        for source, tasks in _sources(config)
-        for episode in _play(source, ((task, expert) for task in tasks), counts)
+        for source in _sources(config)
+        for episode in _play(source, ((task, expert) for task in source.tasks), counts)
     ]
 
 
@@ -155,7 +170,7 @@ def _replayed(config: RunConfig, samples: Sequence[Sample], counts: Counter[str]
     right = [sample for sample in samples if sample.error is None and sample.reward >= 1.0]
     counts["played"] += len(samples) - len(right)
     episodes: list[Episode] = []
-    places = {task.id: (source, task) for source, tasks in _sources(config) for task in tasks}
+    places = {task.id: (source, task) for source in _sources(config) for task in source.tasks}
     for sample in right:
         if sample.task_id not in places:
             raise UserError(
@@ -171,11 +186,11 @@ def _recording(sample: Sample, task: Task) -> RecordedPlayer:
 
 
 def _play(
-    source: EnvironmentConfig,
+    source: _Source,
     jobs: Iterable[tuple[Task, Callable[[Task], ScriptedPlayer | None]]],
     counts: Counter[str],
 ) -> list[Episode]:
-    env = make(source.id, **source.kwargs)
+    env = make(source.config.id, **source.config.kwargs)
     kept: list[Episode] = []
     for task, choose in jobs:
         player = choose(task)
@@ -190,7 +205,7 @@ def _play(
             continue
         if is_right(record):
             counts["right"] += 1
-            kept.append(episode_of(record))
+            kept.append(episode_of(record, source.index))
         elif isinstance(player, RecordedPlayer):
             counts["different"] += 1
     env.close()
@@ -229,16 +244,16 @@ class _Teacher:
 def _ask_endpoint(config: RunConfig, folder: Path) -> list[Sample]:
     settings = config.cold_start
     benchmarks = []
-    for number, (source, tasks) in enumerate(_sources(config)):
-        kwargs = dict(source.kwargs)
+    for source in _sources(config):
+        kwargs = dict(source.config.kwargs)
         where = kwargs.pop("tasks", None)
         benchmarks.append(
             Benchmark(
-                f"teacher-{number}",
+                f"teacher-{source.index}",
                 (where,) if isinstance(where, str) else (),
-                source.id,
+                source.config.id,
                 kwargs,
-                questions=len(tasks),
+                questions=len(source.tasks),
                 samples=settings.teacher_samples,
                 temperature=settings.teacher_temperature,
             )

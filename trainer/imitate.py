@@ -32,15 +32,15 @@ from rich.console import Console
 
 from agent.engines.local import LocalEngine
 from agent.models import LoadedModel, load_model, save_model
-from agent.prompts import PromptBuilder, WindowExceeded, system_prompt
+from agent.prompts import PromptBuilder, WindowExceeded
 from envs.errors import UserError
-from envs.registry import make
 from trainer.config import RunConfig, load_config, recipe_names, write_config
 from trainer.demonstrations import FILE, demonstrate, write_demonstrations
 from trainer.forward import Forward, silence_dropout
 from trainer.optimizers import OptimizerSet, build_optimizer
 from trainer.packing import micro_batches
 from trainer.plots import plot_imitation
+from trainer.questions import prompt_builders
 from trainer.reference import attach_lora
 from trainer.row import Row
 from trainer.teacher import Episode, Example, scoring_examples, turn_examples
@@ -53,6 +53,7 @@ class ImitationRows:
     """Training rows of episodes, drawn epoch by epoch in an order that the seed decides.
 
     Args:
+        prompts: by environment.
         scoring: share of turns that give, in place of the turn, the contexts in which its memory is scored.
         limit: longest row in tokens; longer ones are left out.
 
@@ -63,7 +64,7 @@ class ImitationRows:
     def __init__(
         self,
         episodes: Sequence[Episode],
-        prompts: PromptBuilder,
+        prompts: Sequence[PromptBuilder],
         *,
         scoring: float = 0.0,
         answer_lead: str = "",
@@ -76,12 +77,15 @@ class ImitationRows:
         self.left_out = 0
         for number, episode in enumerate(episodes):
             for turn, example in enumerate(turn_examples(episode), 1):
-                rows = self._rows([example], number, turn)
+                builder = self._prompts[episode.environment]
+                rows = self._rows(builder, [example], number, turn)
                 if not rows:
                     self.left_out += 1
                     continue
                 scored = (
-                    self._rows(scoring_examples(episode, turn, answer_lead), number, turn) if scoring else []
+                    self._rows(builder, scoring_examples(episode, turn, answer_lead), number, turn)
+                    if scoring
+                    else []
                 )
                 self._turns.append((rows, scored or rows))
         if not self._turns:
@@ -107,12 +111,14 @@ class ImitationRows:
                 turn, scored = self._turns[int(index)]
                 yield scored if self._rng.random() < self._scoring else turn
 
-    def _rows(self, examples: Sequence[Example], episode: int, turn: int) -> list[Row]:
+    def _rows(
+        self, prompts: PromptBuilder, examples: Sequence[Example], episode: int, turn: int
+    ) -> list[Row]:
         rows = []
-        encode = self._prompts.tokenizer.encode
+        encode = prompts.tokenizer.encode
         for example in examples:
             try:
-                prompt = self._prompts.build(example.prompt)
+                prompt = prompts.build(example.prompt)
             except WindowExceeded:
                 continue
             if example.prefix:
@@ -153,7 +159,7 @@ def imitate(
             ``evaluation.every`` steps (and before the first and after the last) ``validation/…`` scores.
     """
     settings = config.cold_start
-    prompts = builder(config, policy)
+    prompts = prompt_builders(config, policy.tokenizer)
     rows = ImitationRows(
         episodes,
         prompts,
@@ -173,7 +179,7 @@ def imitate(
     optimizer = build_optimizer(model, settings.optimizer)
     forward = Forward(model, autocast=config.learner.autocast)
     engine = LocalEngine(model, policy.tokenizer, max_batch=config.rollout.max_batch)
-    validation = Validation(config, prompts)
+    validation = Validation(config, prompts[0])
 
     def tell(number: int, values: dict[str, float]) -> None:
         every = config.evaluation.every
@@ -196,14 +202,6 @@ def imitate(
     if hasattr(model, "merge_and_unload"):
         model = model.merge_and_unload()
     return LoadedModel(model, policy.tokenizer, f"{policy.name}-imitation")
-
-
-def builder(config: RunConfig, policy: LoadedModel) -> PromptBuilder:
-    """The prompts of a run's rollouts."""
-    source = config.environment[0]
-    base: Any = make(source.id, **source.kwargs).unwrapped
-    rules = system_prompt(base.tool_help, config.model.prompt, base.max_turns, config.model.call_style)
-    return PromptBuilder(policy.tokenizer, rules, max_prompt_tokens=config.rollout.max_prompt_tokens)
 
 
 def start_by_imitation(config: RunConfig, folder: Path, console: Console) -> LoadedModel:

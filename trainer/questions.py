@@ -78,6 +78,11 @@ def prompt_builders(config: RunConfig, tokenizer: Any) -> list[PromptBuilder]:
         env: Any = make(source.id, **source.kwargs).unwrapped
         rules = system_prompt(env.tool_help, config.model.prompt, env.max_turns, config.model.call_style)
         if rules not in known:
-            known[rules] = PromptBuilder(tokenizer, rules, max_prompt_tokens=config.rollout.max_prompt_tokens)
+            known[rules] = PromptBuilder(
+                tokenizer,
+                rules,
+                max_prompt_tokens=config.rollout.max_prompt_tokens,
+                template_options=config.model.template_options,
+            )
         builders.append(known[rules])
     return builders

@@ -23,7 +23,10 @@ from envs.tasks.searches import search_chains
 
 @dataclass(frozen=True)
 class Episode:
-    """One teacher episode: what it read and wrote at each turn, and the names that may be renamed in it."""
+    """One teacher episode: what it read and wrote at each turn, and the names that may be renamed in it.
+
+    ``environment`` is the index of the training environment whose rules it was played under.
+    """
 
     question: str
     gold_answer: str
@@ -31,6 +34,7 @@ class Episode:
     information: tuple[str, ...]
     memories: tuple[str | None, ...]
     names: tuple[str, ...]
+    environment: int = 0
 
     @property
     def remembered(self) -> bool:
@@ -91,7 +95,7 @@ def is_right(record: Record) -> bool:
     return record.scores.get("reward", 0.0) >= 1.0
 
 
-def episode_of(record: Record) -> Episode:
+def episode_of(record: Record, environment: int = 0) -> Episode:
     """What is learnt from a played episode; names are those that the task's searches tell."""
     task = record.task
     chains = search_chains(task) or []
@@ -105,6 +109,7 @@ def episode_of(record: Record) -> Episode:
         information=tuple(record.information),
         memories=tuple(record.memories),
         names=tuple(sorted(names, key=lambda name: (-len(name), name))),
+        environment=environment,
     )
 
 

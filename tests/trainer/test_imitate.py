@@ -6,6 +6,7 @@ import json
 import math
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,7 @@ EPISODE = Episode(
 def test_rows_are_the_rollouts_prompts_and_the_teachers_words(world: Path) -> None:
     tokenizer = load_model(world / "model").tokenizer
     prompts = PromptBuilder(tokenizer, "Rules.")
-    rows = ImitationRows([EPISODE, EPISODE], prompts)
+    rows = ImitationRows([EPISODE, EPISODE], [prompts])
     drawn = [each for batch in rows.batches(4, 1) for each in batch]
     assert len(rows) == 4 and sorted((r.question, r.turn) for r in drawn) == [(0, 1), (0, 2), (1, 1), (1, 2)]
     for each in drawn:
@@ -162,24 +163,24 @@ def test_rows_are_the_rollouts_prompts_and_the_teachers_words(world: Path) -> No
             f"<|im_start|>system\nRules.<|im_end|>\n<|im_start|>user\n{seen}<|im_end|>\n<|im_start|>assistant\n"
         )
         assert tokenizer.decode(each.completion_ids) == said and all(each.sampled)
-    again = [each for batch in ImitationRows([EPISODE, EPISODE], prompts).batches(4, 1) for each in batch]
+    again = [each for batch in ImitationRows([EPISODE, EPISODE], [prompts]).batches(4, 1) for each in batch]
     assert again == drawn
     assert sum(r.length for r in next(rows.batches(1, 500))) >= 500
 
 
 def test_rows_that_do_not_fit_are_left_out_and_counted(world: Path) -> None:
     prompts = PromptBuilder(load_model(world / "model").tokenizer)
-    lengths = sorted(r.length for batch in ImitationRows([EPISODE], prompts).batches(2, 1) for r in batch)
+    lengths = sorted(r.length for batch in ImitationRows([EPISODE], [prompts]).batches(2, 1) for r in batch)
     assert lengths[0] < lengths[1]
-    short = ImitationRows([EPISODE], prompts, limit=lengths[0])
+    short = ImitationRows([EPISODE], [prompts], limit=lengths[0])
     assert (len(short), short.left_out) == (1, 1)
     with pytest.raises(UserError, match="no turn"):
-        ImitationRows([EPISODE], prompts, limit=5)
+        ImitationRows([EPISODE], [prompts], limit=5)
 
 
 def test_scoring_contexts_take_the_place_of_turns(world: Path) -> None:
     tokenizer = load_model(world / "model").tokenizer
-    rows = ImitationRows([EPISODE], PromptBuilder(tokenizer), scoring=1.0)
+    rows = ImitationRows([EPISODE], [PromptBuilder(tokenizer)], scoring=1.0)
     drawn = [each for batch in rows.batches(2, 1) for each in batch]
     assert len(drawn) == 4  # for both turns: from the transcript, and from the memory alone
     assert {tokenizer.decode(r.completion_ids) for r in drawn} == {"Ann</answer>"}
@@ -201,6 +202,9 @@ def test_the_expert_plays_what_it_knows_the_way_to(world: Path, tmp_path: Path) 
     assert read_demonstrations(tmp_path / "d.jsonl") == episodes
     again, _ = demonstrate(configured(world, f"cold_start.teacher={tmp_path / 'd.jsonl'}"))
     assert again == episodes
+    write_demonstrations(tmp_path / "d.jsonl", [replace(episodes[0], environment=1)])
+    with pytest.raises(UserError, match="environment 1, and there are 1"):
+        demonstrate(configured(world, f"cold_start.teacher={tmp_path / 'd.jsonl'}"))
 
 
 def test_a_run_learns_the_teachers_words_and_leaves_what_it_says(world: Path, tmp_path: Path) -> None:

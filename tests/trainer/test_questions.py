@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from agent.tiny import build_tokenizer
-from trainer.config import EnvironmentConfig, load_config
+from agent.models import LoadedModel
+from agent.tiny import build_model, build_tokenizer
+from eval.subjects import Manner, ModelSubject, training_manner
+from tests.agent.test_chat_templates import QWEN3, tokenizer_for
+from trainer.config import EnvironmentConfig, load_config, write_config
 from trainer.loop import score
 from trainer.questions import Questions, prompt_builders
 
@@ -104,3 +108,22 @@ def test_memories_are_scored_under_the_rules_of_their_environment() -> None:
 def test_a_lone_weight_must_be_above_zero() -> None:
     with pytest.raises(ValueError, match="greater than 0"):
         EnvironmentConfig(weight=0.0)
+
+
+def test_template_options_of_the_recipe_reach_training_and_evaluation(tmp_path: Path) -> None:
+    tokenizer = tokenizer_for(QWEN3)
+    config = load_config("tiny", ["model.template_options.enable_thinking=false"])
+    (builder,) = prompt_builders(config, tokenizer)
+    assert builder.render("x").endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    write_config(config, tmp_path / "config.toml")
+    manner = training_manner(tmp_path)
+    assert manner is not None and manner.template == {"enable_thinking": False}
+    loaded = LoadedModel(build_model(tokenizer, hidden=16, layers=1, heads=1), tokenizer, "m")
+    kwargs = {"tasks": "factbook-tiny:train", "retriever": "factbook-tiny"}
+    prompts = [
+        ModelSubject.local(loaded, Manner(template=template))
+        .player("mempo/SearchQA-v0", kwargs, 0.0)
+        .identity()
+        for template in ({}, {"enable_thinking": False})
+    ]
+    assert prompts[0]["prompt"] != prompts[1]["prompt"]
