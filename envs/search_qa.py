@@ -117,7 +117,8 @@ def task_pool(tasks: str | Sequence[Task] | TaskPool) -> TaskPool:
         return tasks
     if isinstance(tasks, str):
         return _shared_pool(tasks)
-    if not isinstance(tasks, Sequence) or not all(isinstance(task, Task) for task in tasks):
+    given: object = tasks  # whatever a setting of a command line may be
+    if not isinstance(given, Sequence) or not all(isinstance(task, Task) for task in given):
         raise UserError(f"tasks {str(tasks)[:60]!r}: the name of a source, or a list of tasks, is needed")
     return TaskPool(tuple(tasks))
 
