@@ -170,11 +170,12 @@ def row(prompt: list[int], completion: list[int], **changes: Any) -> Row:
 
 
 def same_weights(model: Any, weights: dict[str, torch.Tensor]) -> Any:
-    """A copy of ``model`` in float64 with other weights."""
+    """A copy of ``model`` in float64 with other weights; those that are not named carry no gradient."""
     twin = copy.deepcopy(model).double()
     with torch.no_grad():
         for name, parameter in twin.named_parameters():
-            parameter.copy_(weights[name])
             parameter.grad = None
-            parameter.requires_grad_(True)
+            parameter.requires_grad_(name in weights)
+            if name in weights:
+                parameter.copy_(weights[name])
     return twin
