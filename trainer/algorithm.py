@@ -117,6 +117,8 @@ class OptimizerConfig(Settings):
     """Peak learning rate of Muon."""
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
     """Momentum of Muon."""
+    muon_weight_decay: float | None = Field(default=None, ge=0)
+    """Decoupled weight decay of Muon's matrices; None: `weight_decay`."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """AdamW's first decay."""
     beta2: float = Field(default=0.999, ge=0, lt=1)

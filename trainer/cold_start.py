@@ -27,7 +27,9 @@ from agent.prompts import PromptBuilder
 from agent.tiny import build_model, build_tokenizer
 from envs.errors import UserError
 from envs.tasks.factbook import build_world
+from trainer.algorithm import OptimizerConfig
 from trainer.config import ColdStartConfig, RunConfig, load_config
+from trainer.optimizers import build_optimizer
 from trainer.teacher import Episode, Example, copying_example, rename, scoring_examples, teach, turn_examples
 
 Progress = Callable[[int, int, float], None]
@@ -113,24 +115,28 @@ def train(
     progress: Progress | None = None,
 ) -> list[float]:
     """Minimise the mean negative log-likelihood of response tokens; returns the loss of each step (nats/token)."""
-    optimizers = _optimizers(model, config)
+    optimizer = build_optimizer(
+        model,
+        OptimizerConfig(
+            name="muon",
+            lr=config.adam_lr,
+            muon_lr=config.muon_lr,
+            muon_weight_decay=0.01,
+            beta2=0.98,
+        ),
+    )
     losses: list[float] = []
     model.train()
     for step, rows in enumerate(stream.batches()):
-        scale = _schedule(step, config.steps)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak_lr"] * scale
         denominator = sum(len(row.ids) - row.start for row in rows)
         total = 0.0
         for batch in _by_length(rows):
             loss = _summed_loss(model, batch) / denominator
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        optimizer.clip()
+        optimizer.step(_schedule(step, config.steps))
+        optimizer.zero_grad()
         losses.append(total)
         if progress is not None:
             progress(step + 1, config.steps, total)
@@ -142,21 +148,6 @@ def _schedule(step: int, steps: int) -> float:
     """Warm-up over 2 %, constant, then a linear fall to 0 over the last 40 %."""
     warm_up, fall = max(1, steps // 50), max(1, int(steps * 0.4))
     return min(1.0, (step + 1) / warm_up, max(0.02, (steps - step) / fall))
-
-
-def _optimizers(model: torch.nn.Module, config: ColdStartConfig) -> list[torch.optim.Optimizer]:
-    """Muon on the hidden matrices, AdamW on embeddings, norms and biases."""
-    hidden: list[torch.nn.Parameter] = []
-    rest: list[torch.nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        matrix = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
-        (hidden if matrix else rest).append(parameter)
-    muon = torch.optim.Muon(hidden, lr=config.muon_lr, weight_decay=0.01)
-    adam = torch.optim.AdamW(rest, lr=config.adam_lr, betas=(0.9, 0.98), weight_decay=0.0)
-    for optimizer, peak in ((muon, config.muon_lr), (adam, config.adam_lr)):
-        for group in optimizer.param_groups:
-            group["peak_lr"] = peak
-    return [muon, adam]
 
 
 def _by_length(rows: Sequence[TokenRow], rows_per_batch: int = 48) -> Iterator[list[TokenRow]]:

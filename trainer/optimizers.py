@@ -68,9 +68,9 @@ class OptimizerSet:
         """Scale gradients down to the largest norm allowed; returns their norm before."""
         return nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
 
-    def step(self) -> None:
-        """Move the weights and the schedule."""
-        factor = self.factor
+    def step(self, factor: float | None = None) -> None:
+        """Move the weights and the schedule; ``factor`` stands in for the schedule's."""
+        factor = self.factor if factor is None else factor
         for group in self._groups():
             group["lr"] = group["peak"] * factor
         for part in self.parts:
@@ -131,10 +131,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> OptimizerSet:
     adam = [p for p in parameters.values() if config.name == "adamw" or p.ndim != 2 or id(p) in ends]
     parts: list[torch.optim.Optimizer] = []
     if config.name == "muon" and hidden:
+        decay = config.weight_decay if config.muon_weight_decay is None else config.muon_weight_decay
         parts.append(
-            torch.optim.Muon(
-                hidden, lr=config.muon_lr, momentum=config.muon_momentum, weight_decay=config.weight_decay
-            )
+            torch.optim.Muon(hidden, lr=config.muon_lr, momentum=config.muon_momentum, weight_decay=decay)
         )
     groups = [
         {"params": [p for p in adam if p.ndim >= 2], "weight_decay": config.weight_decay},

@@ -72,6 +72,7 @@ LEFT_OUT = {"constant_length", "importance_cap", "mini_batch_questions", "lora",
     "floor",
     "muon_lr",
     "muon_momentum",
+    "muon_weight_decay",
 }
 
 

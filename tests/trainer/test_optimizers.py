@@ -44,6 +44,22 @@ def test_weight_decay_shrinks_matrices_only():
         torch.testing.assert_close(parameter.detach(), expected)
 
 
+def test_decay_and_factor_of_the_cold_start():
+    """Hidden matrices shrink by lr * factor * decay; embeddings, which are AdamW's, do not move."""
+    model = toy.qwen(dtype=torch.float32)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    settings = OptimizerConfig(name="muon", lr=0.1, muon_lr=0.2, muon_weight_decay=0.5)
+    optimizer = build_optimizer(model, settings)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step(0.25)
+    for name, parameter in model.named_parameters():
+        hidden = parameter.ndim == 2 and "embed" not in name
+        expected = before[name] * (1 - 0.2 * 0.25 * 0.5) if hidden else before[name]
+        torch.testing.assert_close(parameter.detach(), expected)
+    assert optimizer.steps == 1
+
+
 def _steps(optimizer, model, count: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
