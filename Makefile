@@ -6,12 +6,15 @@ SGLANG ?= .venv-sglang
 # Which torch the set-up takes, see README "CPU or CUDA". Left alone when it is already in the environment.
 TORCH  ?= torch==2.13.0
 ARGS   ?=
+# For the targets gemma-*: a folder with train.jsonl, dev.jsonl and corpus.jsonl, and where their runs go.
+DATA   ?= data
+GEMMA  ?= runs/gemma
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup sglang-env train bench test lint cold-start ablation ablation-short results bench-evaluation sglang-client clean
+.PHONY: help setup sglang-env train bench test lint cold-start gemma-cold-start gemma-gpu ablation ablation-short results bench-evaluation sglang-client clean
 
 help:
 	@echo "make train       set up, train the default recipe (about 10 minutes on 2 cores), show the result"
@@ -19,6 +22,8 @@ help:
 	@echo "make sglang-env  set up SGLang in an environment of its own, for a CPU: --engine sglang --launch, and its tests"
 	@echo "make bench       score the newest run on the embedded held-out benchmarks"
 	@echo "make cold-start  rebuild the cold-start model that comes with the package"
+	@echo "make gemma-cold-start DATA=FOLDER  Gemma 3 270M imitates the expert on real questions (one core)"
+	@echo "make gemma-gpu DATA=FOLDER  the same on a GPU, then 50 steps of MemPO and 50 of GRPO from one cold start"
 	@echo "make sglang-client  what the SGLang client costs, on a server that it starts"
 	@echo "make results     the figures of docs/results.md: 3 seeds and the good-habit reference"
 	@echo "make ablation    every algorithm of the family, 5 paired seeds (hours); make ablation-short: one short seed each"
@@ -61,6 +66,16 @@ test: lint
 
 cold-start: setup
 	$(BIN)/python -m trainer.cold_start $(ARGS)
+
+gemma-cold-start: setup
+	$(BIN)/python -m trainer.imitate gemma3-270m-imitate --model "$$($(BIN)/python -m benchmarks.gemma $(GEMMA)/weights)" \
+	  --data $(DATA)/train.jsonl --corpus $(DATA)/corpus.jsonl --eval-data $(DATA)/dev.jsonl --out $(GEMMA)/cold $(ARGS)
+
+gemma-gpu: setup
+	$(BIN)/python -m trainer.run gemma3-270m-gpu-mempo --model "$$($(BIN)/python -m benchmarks.gemma $(GEMMA)/weights)" \
+	  --data $(DATA)/train.jsonl --corpus $(DATA)/corpus.jsonl --eval-data $(DATA)/dev.jsonl --out $(GEMMA)/mempo $(ARGS)
+	$(BIN)/python -m trainer.run gemma3-270m-gpu-grpo --model $(GEMMA)/mempo/cold_start --set cold_start.source=none \
+	  --data $(DATA)/train.jsonl --corpus $(DATA)/corpus.jsonl --eval-data $(DATA)/dev.jsonl --out $(GEMMA)/grpo $(ARGS)
 
 ablation: setup
 	$(BIN)/python -m benchmarks.ablation $(ARGS)

@@ -28,6 +28,7 @@ from transformers import (
 
 from envs.errors import UserError
 
+_ADAPTER = "adapter_config.json"
 _AS_SAVED = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
@@ -66,13 +67,19 @@ def load_model(
 
     Args:
         path_or_id: a folder with ``config.json`` and ``*.safetensors``, a ``.gguf`` file (dequantised to
-            `dtype`), a folder with one ``.gguf`` file, or a hub id such as ``Qwen/Qwen2.5-7B``.
+            `dtype`), a folder with one ``.gguf`` file, a folder of LoRA adapters (merged into the base model that
+            they name), or a hub id such as ``Qwen/Qwen2.5-7B``.
+        device: ``cpu``, ``cuda``, ``cuda:1``, ``mps``.
 
     Raises:
-        UserError: nothing there, a folder without a model, weights in pickles only, an unknown architecture.
+        UserError: nothing there, a folder without a model, weights in pickles only, an unknown architecture, a
+            device that this machine has not.
     """
+    _check_device(device)
     source = str(path_or_id)
     path = Path(source).expanduser()
+    if (path / _ADAPTER).is_file() and not (path / "config.json").exists():
+        return _load_adapter(path, dtype, device)
     gguf = _gguf_file(path)
     if gguf is not None:
         return _load(str(gguf.parent), gguf.stem, dtype, device, gguf_file=gguf.name)
@@ -184,6 +191,44 @@ def _load(
     model.to(torch.device(device))
     model.eval()
     return LoadedModel(model, tokenizer, name)
+
+
+def _load_adapter(path: Path, dtype: torch.dtype, device: str | torch.device) -> LoadedModel:
+    """The base model with the adapters of a folder in its weights, and the folder's tokenizer if it has one."""
+    weights = path / "adapter_model.safetensors"
+    if not weights.is_file():
+        raise UserError(f"folder {str(path)!r} holds no adapter_model.safetensors (a pickle is not loaded)")
+    try:
+        base = str(json.loads((path / _ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"adapters {str(path)!r} do not name their base model: {error}") from error
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError(f"adapters need a package that is not installed: {error}") from error
+    loaded = load_model(base, dtype, device)
+    try:
+        wrapped: Any = peft.PeftModel.from_pretrained(loaded.model, str(path), torch_device=str(device))
+        merged = wrapped.merge_and_unload(safe_merge=True)
+    except (ValueError, RuntimeError, KeyError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"adapters {str(path)!r} do not fit {base!r}: {reason}") from error
+    merged.eval()
+    own = (path / "tokenizer_config.json").is_file()
+    tokenizer = _load_tokenizer(str(path), {}) if own else loaded.tokenizer
+    return LoadedModel(merged, tokenizer, path.resolve().name)
+
+
+def _check_device(device: str | torch.device) -> None:
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise UserError(f"device {str(device)!r} is none of cpu, cuda, cuda:N, mps") from None
+    missing = (kind == "cuda" and not torch.cuda.is_available()) or (
+        kind == "mps" and not torch.backends.mps.is_available()
+    )
+    if missing:
+        raise UserError(f"device {str(device)!r}: this machine (or this build of torch) has none")
 
 
 def _plain(model: Any) -> None:

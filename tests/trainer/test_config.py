@@ -37,10 +37,15 @@ def test_recipes_reach_their_algorithms() -> None:
         "ppo": dict(advantage="critic"),
         "imitation": dict(alpha=0.0, outcome_baseline="none", outcome_scale="none"),
         "qwen2.5-7b-mempo": dict(alpha=1.0, memory_pool="group", memory_baseline="full"),
+        "gemma3-270m-gpu-mempo": dict(alpha=1.0, memory_pool="group", memory_baseline="full"),
+        "gemma3-270m-gpu-grpo": dict(alpha=0.0),
     }
     for name, settings in expected.items():
         algorithm = load_config(name, EVERY_MODEL).algorithm
         assert {key: getattr(algorithm, key) for key in settings} == settings, name
+    mempo, grpo = (load_config(f"gemma3-270m-gpu-{name}", EVERY_MODEL) for name in ("mempo", "grpo"))
+    assert mempo.cold_start.source == "imitate" and mempo.steps == grpo.steps == 50
+    assert grpo.model_copy(update={"recipe": mempo.recipe, "algorithm": mempo.algorithm}) == mempo
     paper = load_config("qwen2.5-7b-mempo", EVERY_MODEL)
     assert paper.learner.optimizer.lr == 1e-6 and paper.learner.aggregation == "trajectory"
     assert (paper.rollout.questions_per_step, paper.rollout.group_size, paper.learner.epochs) == (128, 16, 1)
@@ -130,6 +135,7 @@ def test_overrides_are_typed_and_reach_nested_values() -> None:
         ("tiny", ["rollout.top_p=0.9"], "unknown key 'rollout.top_p'"),
         ("tiny", ["learner.temperature=0.5"], "divide by what the sampler divided by"),
         ("tiny", ["cold_start.source=none"], "model.path is empty"),
+        ("tiny", ["cold_start.source=imitate"], "model.path is empty"),
         ("tiny", ["algorithm.advantage=critic"], "learner.critic go together"),
         ("tiny", ["nonsense"], "section.key=value"),
         ("tiny", ["environment.3.id=x"], "environment is a list of 1"),
