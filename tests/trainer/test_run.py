@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from envs.errors import UserError
-from trainer import replay, run
+from trainer import learner, replay, run
 from trainer.config import RunConfig, load_config
 
 SMALL = [
@@ -65,6 +65,81 @@ def test_it_learns_from_advantages_of_both_signs_and_the_weights_move(four_steps
     moved = {**weights(four_steps)}
     start = load_file(four_steps / "cold_start" / "model.safetensors")
     assert all(not moved[key].equal(start[key]) for key in start)
+
+
+def test_the_first_step_on_fresh_data_has_ratio_one(four_steps: Path) -> None:
+    """Against the engine's own log-probs: one optimizer step an update here, so every step is a first one."""
+    for row in (json.loads(line) for line in (four_steps / "metrics.jsonl").read_text().splitlines()):
+        assert row["update/optimizer_steps"] == 1 and row["update/clip_fraction"] == 0.0
+        assert row["update/ratio_max"] == pytest.approx(1, abs=2e-5)
+        assert row["update/ratio_min"] == pytest.approx(1, abs=2e-5)
+        assert row["update/engine_diff_mean"] < 1e-6
+
+
+PROMISED = """reward/mean reward/std_within_groups score/em score/f1 memory/p_mem memory/p_full memory/r_mem
+memory/r_mem_turn1 memory/r_mem_turn2 memory/a_mem_turn1 memory/positive_share memory/negative_share
+memory/transcripts_cut update/clip_fraction update/ratio_max update/kl_reference update/kl_reference_max
+update/engine_kl_mean update/engine_kl_max update/engine_diff_mean update/engine_diff_max update/entropy
+update/grad_norm update/lr dropped/groups episode/invalid_turns tokens/prompt tokens/completion tokens/memory
+tokens/thought_and_action tokens/total tokens/peak tokens/memory_block tokens/memory_block_max
+repeat/memories_across_questions repeat/queries_across_questions repeat/distinct_rollouts_in_group"""
+
+
+def test_every_step_has_every_metric(four_steps: Path) -> None:
+    rows = [json.loads(line) for line in (four_steps / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        assert set(PROMISED.split()) <= set(row)
+        assert all(isinstance(value, int | float) for value in row.values())
+        whole = row["tokens/prompt"] + row["tokens/memory"] + row["tokens/thought_and_action"]
+        assert whole == pytest.approx(row["tokens/total"])
+    assert rows[0]["update/kl_reference"] == pytest.approx(0, abs=1e-6)
+    assert rows[3]["update/kl_reference"] > 1e-6
+
+
+def test_validated_policies_are_kept_and_the_best_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Validation every 2 of 5 steps, checkpoints every 4, one kept: the best stays beside the newest."""
+    scores = {2: 0.9, 4: 0.5}
+    monkeypatch.setattr(
+        "trainer.validation.Validation.after",
+        lambda self, step, engine: {"validation/f1": scores[step]} if step in scores else {},
+    )
+    config = small("steps=5", "evaluation.tasks=''", "output.checkpoint_every=4", "output.keep=1")
+    run.run_folder(config, tmp_path / "run")
+    kept = tmp_path / "run" / "checkpoints"
+    assert sorted(p.name for p in kept.iterdir() if p.is_dir()) == ["step-000002", "step-000005"]
+    assert (kept / "best").read_text().strip() == "step-000002"
+    assert (kept / "latest").read_text().strip() == "step-000005"
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row.get("validation/f1") for row in rows] == [None, 0.9, None, 0.5, None]
+
+
+def test_a_run_of_broken_steps_stops_at_the_last_good_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, calls = learner.objective, [0]
+
+    def breaks(*arguments: Any) -> Any:
+        calls[0] += 1
+        return real(*arguments) * (float("nan") if calls[0] > 2 else 1.0)
+
+    options = [*SMALL, "steps=6", "evaluation.tasks=''", "learner.max_nonfinite_steps=2"]
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(learner, "objective", breaks)
+        arguments = [part for option in options for part in ("--set", option)]
+        assert run.main(["tiny", "--out", str(folder), *arguments]) == 1
+    said = capsys.readouterr().err
+    assert "not finite" in said and str(folder / "checkpoints") in said
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["update/skipped_steps"] for row in rows][-1] == 1 and rows[0]["update/skipped_steps"] == 0
+    latest = folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text().strip()
+    last = load_file(latest / "state.safetensors")
+    assert all(value.isfinite().all() for value in last.values() if value.is_floating_point())
+    assert run.main(["--resume", str(folder)]) == 0  # and it goes on from there
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 7)) and rows[-1]["update/skipped_steps"] == 0
 
 
 def test_another_seed_gives_another_run(four_steps: Path, tmp_path: Path) -> None:
