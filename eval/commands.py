@@ -44,8 +44,9 @@ def add_subject_options(parser: argparse.ArgumentParser) -> None:
         "--server",
         action="append",
         metavar="URL",
-        help="a running SGLang server (http://host:port) that serves --model; may be repeated",
+        help="a running server (http://host:port) that serves --model; may be repeated for SGLang",
     )
+    who.add_argument("--engine", choices=("sglang", "vllm"), help="what runs at --server (sglang)")
     who.add_argument("--endpoint-model", metavar="NAME", help="the model's name at the endpoint")
     who.add_argument("--name", help="how tables call the model (default: the folder's name)")
     who.add_argument("--device", default="cpu", help="cpu, cuda, ... (default: cpu)")
@@ -132,6 +133,8 @@ def subjects(options: argparse.Namespace) -> list[tuple[Subject, Path]]:
             )
         if options.memory_scores:
             raise UserError("--memory-scores needs the model in this process: leave out --server")
+    elif options.engine is not None:
+        raise UserError("--engine says what runs at --server; name a server")
     if options.player is not None:
         return [(ScriptedSubject(options.player), options.runs / "eval")]
     manner: dict[str, Any] = {
@@ -149,9 +152,8 @@ def subjects(options: argparse.Namespace) -> list[tuple[Subject, Path]]:
         given = Manner(**{key: value for key, value in manner.items() if value is not None})
         return [(EndpointSubject(endpoint, given, options.name), options.runs / "eval")]
     if options.server is not None:
-        return [
-            (served_model(options.model, options.server, name=options.name, **manner), options.runs / "eval")
-        ]
+        manner |= {"engine": options.engine or "sglang", "name": options.name}
+        return [(served_model(options.model, options.server, **manner), options.runs / "eval")]
     manner |= {"device": options.device, "memory_scores": options.memory_scores}
     if options.model is not None:
         return [(local_model(options.model, name=options.name, **manner), options.runs / "eval")]

@@ -261,21 +261,22 @@ def local_model(
 
 
 def served_model(
-    path: str, urls: Sequence[str], *, name: str | None = None, **overrides: Any
+    path: str, urls: Sequence[str], *, engine: str = "sglang", name: str | None = None, **overrides: Any
 ) -> ModelSubject:
-    """A model that SGLang servers serve, asked with token ids; its folder gives tokenizer and window.
+    """A model that running servers serve, asked with token ids; its folder gives the tokenizer.
 
     Args:
         path: the folder or hub id that the servers serve; weights are not read from it.
+        engine: ``sglang`` or ``vllm``.
         overrides: as in `local_model`.
 
     Raises:
         UserError: no tokenizer there, no server, or servers with different weights.
     """
     tokenizer, config = load_tokenizer(path)
-    engine = serving_engine(urls, config)
+    serving = serving_engine(urls, config, engine)
     manner = _manner(path, tokenizer, overrides)
-    return ModelSubject(name or Path(path).resolve().name, engine, tokenizer, engine.fingerprint(), manner)
+    return ModelSubject(name or Path(path).resolve().name, serving, tokenizer, serving.fingerprint(), manner)
 
 
 def _manner(path: str, tokenizer: Any, overrides: dict[str, Any]) -> Manner:

@@ -15,6 +15,7 @@ from envs.errors import UserError
 
 if TYPE_CHECKING:
     from agent.engines.sglang import SGLangEngine
+    from agent.engines.vllm import VLLMEngine
 
 
 def trainable_engine(
@@ -48,15 +49,25 @@ def trainable_engine(
     raise ValueError(f"unknown engine {name!r}")
 
 
-def serving_engine(urls: Sequence[str], config: PretrainedConfig) -> SGLangEngine:
-    """An engine over running SGLang servers, for a model that is only evaluated.
+def serving_engine(
+    urls: Sequence[str], config: PretrainedConfig, kind: str = "sglang"
+) -> SGLangEngine | VLLMEngine:
+    """An engine over running servers, for a model that is only evaluated.
 
     Args:
         config: of the model that they serve.
+        kind: ``sglang``, or ``vllm`` (one server).
 
     Raises:
         UserError: no server there, or servers with different weights.
     """
+    if kind == "vllm":
+        from agent.engines.vllm import VLLMEngine
+
+        if len(urls) != 1:
+            raise UserError(f"{len(urls)} vLLM servers; one is needed (put a balancer before several)")
+        # An evaluation reads no log-probs, so it does not matter whose they are.
+        return VLLMEngine(urls[0], int(config.vocab_size), exact_logprobs=False)
     from agent.engines.sglang import SGLangEngine
 
     try:

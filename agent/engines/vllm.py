@@ -102,6 +102,10 @@ class VLLMEngine:
         """
         raise UserError("a vLLM server takes no new weights: train with the engine 'local' or 'sglang'")
 
+    def fingerprint(self) -> str:
+        """What stands for the weights in an evaluation's settings: a name, for the server gives no checksum."""
+        return f"vllm:{self.model}"
+
     async def close(self) -> None:
         if self._client is not None:
             await self._client.aclose()

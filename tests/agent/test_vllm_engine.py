@@ -6,10 +6,12 @@ import asyncio
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from agent.engines.base import Completion, EngineError, GenerationRequest
 from agent.engines.vllm import VLLMEngine, body_of, read_completion
@@ -19,7 +21,9 @@ from agent.spans import token_bytes
 from agent.tiny import build_tokenizer
 from envs.errors import UserError
 from envs.registry import make
+from eval import bench
 
+SHIPPED = Path(__file__).parents[2] / "trainer" / "assets" / "tiny-cold-start"
 LOGITS = [0.0, 1.0, 3.0, -2.0]
 MODELS = {
     "object": "list",
@@ -306,3 +310,36 @@ def test_an_episode_keeps_the_ids_as_they_came() -> None:
         assert turn.memory_span is not None
         block = token_bytes(tokenizer).text(turn.completion_ids[slice(*turn.memory_span)])
         assert block == text[: text.index("</mem>") + 6]
+
+
+def test_an_evaluation_on_a_server_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(SHIPPED)
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json=MODELS | {"data": [{"id": "m", "max_model_len": 1024}]})
+        body = json.loads(request.content)
+        asked.append(tokenizer.decode(body["prompt"]))
+        ids = tokenizer.encode("<mem>a</mem><answer>b</answer>", add_special_tokens=False)
+        logprobs = {"token_logprobs": [-0.5] * len(ids)}
+        return httpx.Response(200, json=_changed(token_ids=ids, logprobs=logprobs))
+
+    real = VLLMEngine.__init__
+
+    def faked(self: Any, *places: Any, **named: Any) -> None:
+        real(self, *places, **named, transport=httpx.MockTransport(answer))
+
+    monkeypatch.setattr(VLLMEngine, "__init__", faked)
+    base = ["--model", str(SHIPPED), "--engine", "vllm", "--questions", "3", "--benchmark", "factbook-tiny-2"]
+    one = ["--server", "http://127.0.0.1:9"]
+    assert bench.main([*base, *one, "--prompt", "compact", "--out", str(tmp_path / "run")]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert len(rows) == len(asked) == 3 and {row["answer"] for row in rows} == {"b"}
+    assert all(prompt.startswith("<|im_start|>user\nQuestion: ") for prompt in asked)
+    assert bench.main([*base, *one, *one, "--out", str(tmp_path / "two")]) == 2
+    assert bench.main([*base, "--out", str(tmp_path / "none")]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 2 and "2 vLLM servers" in errors[0] and "name a server" in errors[1]
