@@ -94,8 +94,8 @@ class ColdStartConfig(Section):
     """`shipped`: the model that comes with the package; `train`: make it now; `none`: start from `model.path`;
     `imitate`: let `model.path` imitate the teacher first."""
     teacher: str = "expert"
-    """With `imitate`: `expert`, `recorded:RUN` (an evaluation run), a `.jsonl` of demonstrations, or the address of an
-    OpenAI-compatible endpoint (`http://host:port/v1`)."""
+    """With `imitate`: `expert`, `random`, `recorded:RUN` (an evaluation run), a `.jsonl` of demonstrations, or the
+    address of an OpenAI-compatible endpoint (`http://host:port/v1`)."""
     teacher_model: str = ""
     """The model's name at the endpoint."""
     teacher_temperature: float = Field(default=1.0, ge=0)

@@ -2,6 +2,7 @@
 
 - ``expert``: the scripted one, on tasks whose source tells the searches that lead to the answer.
 - an address: a large model behind an OpenAI-compatible endpoint plays every question, as GPT-4.1 did for the paper.
+- ``random``: the scripted player that does anything; what it gets right is luck (a floor to compare with).
 - ``recorded:RUN``: what an evaluation run of any player left behind.
 - a ``.jsonl`` file that `write_demonstrations` made.
 
@@ -22,7 +23,15 @@ from typing import Any
 
 import numpy as np
 
-from agent.engines.scripted import Expert, Habits, RecordedPlayer, RecordingEnded, ScriptedPlayer, play
+from agent.engines.scripted import (
+    Expert,
+    Habits,
+    RandomPlayer,
+    RecordedPlayer,
+    RecordingEnded,
+    ScriptedPlayer,
+    play,
+)
 from agent.prompts import system_prompt
 from agent.seeds import derive
 from envs.errors import UserError
@@ -67,8 +76,8 @@ def demonstrate(config: RunConfig, folder: Path | None = None) -> tuple[list[Epi
                 f"{teacher}: an episode of environment {foreign.environment}, and there are {len(config.environment)}"
             )
         counts.update(played=len(episodes), right=len(episodes))
-    elif teacher == "expert":
-        episodes = _by_expert(config, counts)
+    elif teacher in ("expert", "random"):
+        episodes = _scripted(config, teacher, counts)
     elif teacher.startswith("recorded:"):
         samples = read_run(teacher.removeprefix("recorded:")).samples
         episodes = _replayed(config, [s for each in samples.values() for s in each], counts)
@@ -78,7 +87,7 @@ def demonstrate(config: RunConfig, folder: Path | None = None) -> tuple[list[Epi
         episodes = _replayed(config, _ask_endpoint(config, folder), counts)
     else:
         raise UserError(
-            f"teacher {teacher!r} is none of: expert, recorded:RUN, a .jsonl file, the address of an endpoint"
+            f"teacher {teacher!r} is none of: expert, random, recorded:RUN, a .jsonl file, the address of an endpoint"
         )
     if not episodes:
         raise UserError(f"teacher {teacher!r} gave no right episode ({_told(counts)})")
@@ -148,21 +157,23 @@ def _sources(config: RunConfig) -> list[_Source]:
     return found
 
 
-def _by_expert(config: RunConfig, counts: Counter[str]) -> list[Episode]:
+def _scripted(config: RunConfig, teacher: str, counts: Counter[str]) -> list[Episode]:
     settings = config.cold_start
     habits = Habits(**settings.habits.model_dump())
 
-    def expert(task: Task) -> ScriptedPlayer | None:
-        if search_chains(task) is None:
-            return None
+    def player(task: Task) -> ScriptedPlayer | None:
         rng = np.random.default_rng(derive(config.seed, task.id, "teacher"))
         style, lead = config.model.call_style, config.model.answer_lead
+        if teacher == "random":
+            return RandomPlayer(rng, call_style=style)
+        if search_chains(task) is None:
+            return None
         return Expert(task, rng, habits, style, settings.think, lead)
 
     return [
         episode
         for source in _sources(config)
-        for episode in _play(source, ((task, expert) for task in source.tasks), counts)
+        for episode in _play(source, ((task, player) for task in source.tasks), counts)
     ]
 
 

@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--eval-data", help="held-out questions")
     parser.add_argument(
         "--teacher",
-        help="expert, recorded:RUN, a .jsonl of demonstrations, or http://host:port/v1 (key: OPENAI_API_KEY)",
+        help="expert, random, recorded:RUN, a .jsonl of demonstrations, or http://host:port/v1 (key: OPENAI_API_KEY)",
     )
     parser.add_argument("--teacher-model", metavar="NAME", help="the model's name at the endpoint")
     parser.add_argument(

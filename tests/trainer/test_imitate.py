@@ -338,6 +338,7 @@ def test_a_recording_that_goes_another_way_teaches_nothing(
     [
         (["cold_start.teacher=expret"], "none of"),
         (["cold_start.teacher=http://127.0.0.1:9/v1"], "teacher_model"),
+        (["cold_start.teacher=random"], "no right episode (played 4)"),
         (["cold_start.teacher=no/such.jsonl"], "does not exist"),
         (["cold_start.teacher=recorded:no/run"], "no evaluation run"),
         (["rollout.max_prompt_tokens=16"], "no turn of the demonstrations fits"),
