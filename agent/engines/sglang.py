@@ -34,7 +34,7 @@ from agent.engines.sglang_launch import LocalServer
 from agent.engines.sglang_pool import Member, Pool
 from agent.engines.sglang_reply import body_of, read_reply
 from agent.engines.sglang_server import Server, ServerInfo, explain, key_header
-from agent.engines.sglang_weights import Carrier, DiskCarrier, plain_model, refuse_other_model
+from agent.engines.sglang_weights import Carrier, DiskCarrier, plain_model, refuse_other_server
 from agent.models import save_model
 from envs.errors import UserError
 
@@ -125,7 +125,7 @@ class SGLangEngine:
             )
             for member in pool.members:
                 assert member.info is not None
-                refuse_other_model(plain.config, member.info, member.url)
+                refuse_other_server(member.server, member.info, plain)
                 member.alive = True
             pool.push(plain, 0)
         except BaseException:

@@ -91,7 +91,7 @@ class BroadcastCarrier:
                 [],
                 dist.Backend(backend),
                 dist.PrefixStore(name, store),
-                group_name=name,
+                group_name=distributed_c10d.GroupName(name),
                 timeout=limit,
             )
         except (RuntimeError, ValueError) as error:

@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from typing import Any
 
 # What SGLang imports by name from sgl_kernel on every CPU; names beside these stay absent, and SGLang falls back.
@@ -51,7 +51,7 @@ def _absent(name: str) -> Callable[..., Any]:
 class _Hollow(types.ModuleType):
     """A package in which every name can be imported."""
 
-    __path__: Sequence[str] = []
+    __path__: MutableSequence[str] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

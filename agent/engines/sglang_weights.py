@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -114,6 +114,22 @@ def plain_model(source: Any, like: PreTrainedModel) -> PreTrainedModel:
     return found
 
 
+def refuse_other_server(server: Server, info: ServerInfo, model: PreTrainedModel) -> None:
+    """Before a server gets the first weights: it must have been started with a model of the same kind and shape.
+
+    Raises:
+        UserError: it was not.
+    """
+    refuse_other_model(model.config, info, server.url)
+    if info.ranks == info.tensor_parallel:  # with a pipeline each process has some layers only
+        served = server.checksums()[0]
+        try:
+            if not _has_experts(served):
+                pair_tensors(served, model)
+        except ValueError as error:
+            raise UserError(f"{server.url} serves another model: it {error}") from None
+
+
 def refuse_other_model(config: Any, info: ServerInfo, url: str) -> None:
     """A server loads a folder of another architecture without a complaint and serves nonsense: compare before.
 
@@ -140,8 +156,8 @@ def refuse_other_model(config: Any, info: ServerInfo, url: str) -> None:
 def check_weights(server: Server, info: ServerInfo, model: PreTrainedModel) -> bool:
     """Compare the server's checksums with the model's own.
 
-    On a CPU SGLang hashes the bytes of each tensor with SHA-256; on a GPU it uses a kernel of its own, and several
-    ranks hold shares: those are not comparable with a whole model from outside.
+    On a CPU SGLang hashes the bytes of each tensor with SHA-256. On a GPU it uses a kernel of its own, several
+    ranks hold shares, and experts are stacked: those are not comparable with a whole model from outside.
 
     Returns:
         Whether the checksums could be compared.
@@ -150,26 +166,46 @@ def check_weights(server: Server, info: ServerInfo, model: PreTrainedModel) -> b
         EngineError: a tensor differs, or one that the model has is not there.
     """
     ranks = server.checksums()
-    if info.device != "cpu" or len(ranks) != 1:
+    if info.device != "cpu" or len(ranks) != 1 or _has_experts(ranks[0]):
         return False
-    state, used = tensors(model), set[str]()
-    for name, found in ranks[0].items():
-        parts = [part for part in _parts(name) if part in state] or ([name] if name in state else [])
-        if not parts:
-            if name == "lm_head.weight" and model.config.tie_word_embeddings:
-                continue
-            raise EngineError(f"{server.url} has a tensor {name} that the trainer's model lacks")
-        used.update(parts)
-        if found not in _hashes([state[part] for part in parts], info.dtype, name):
+    state = tensors(model)
+    try:
+        pairs = pair_tensors(ranks[0], model)
+    except ValueError as error:
+        raise EngineError(f"{server.url} {error}") from None
+    for name, parts in pairs.items():
+        if ranks[0][name] not in _hashes([state[part] for part in parts], info.dtype, name):
             raise EngineError(f"{server.url} serves other weights than the trainer has: {name} differs")
-    if lost := sorted(set(state) - used):
-        raise EngineError(f"{server.url} has no tensor {lost[0]}")
     return True
+
+
+def pair_tensors(served: Iterable[str], model: PreTrainedModel) -> dict[str, list[str]]:
+    """Which of the model's tensors each of a server's tensors is made of.
+
+    Raises:
+        ValueError: one side has a tensor that the other lacks: the server's model is another one.
+    """
+    state = tensors(model)
+    pairs: dict[str, list[str]] = {}
+    for name in served:
+        parts = [part for part in _parts(name) if part in state] or ([name] if name in state else [])
+        if parts:
+            pairs[name] = parts
+        elif name != "lm_head.weight" or not model.config.tie_word_embeddings:
+            raise ValueError(f"has a tensor {name} that the trainer's model lacks")
+    if lost := sorted(set(state).difference(*pairs.values())):
+        raise ValueError(f"has no tensor {lost[0]}, which the trainer's model has")
+    return pairs
 
 
 def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters by name, tied ones once, without gradient."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def _has_experts(names: Iterable[str]) -> bool:
+    """Mixtures of experts: SGLang stacks all experts of a layer, in a layout that depends on its kernels."""
+    return any(".experts." in name for name in names)
 
 
 def _parts(name: str) -> list[str]:

@@ -51,6 +51,7 @@ class FakeSGLang:
         seconds: that a completion takes.
         folder: whose weights it serves, and ``label`` their version.
         corrupt, lies, refuses: other weights than it was given; another version; no update by broadcast.
+        extra: tensors, with their hashes, that it shows beside those of its folder.
         sessions: whether it has the routes around an update.
     """
 
@@ -63,6 +64,7 @@ class FakeSGLang:
         self.info = copy.deepcopy(OPERATIONS["model_info"]["body"]) | {"model_path": str(folder)}
         self.limits = copy.deepcopy(OPERATIONS["server_info"]["body"])
         self.corrupt = self.lies = self.refuses = False
+        self.extra: dict[str, str] = {}
         self.port = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -177,6 +179,7 @@ class FakeSGLang:
             return 200, self.limits
         elif name == "weights_checker":
             sums = folder_checksums(self.folder)
+            sums |= self.extra
             if self.corrupt:
                 sums["model.norm.weight"] = "0" * 16
             return 200, {"success": True, "message": "Success.", "ranks": [{"checksums": sums}]}

@@ -160,6 +160,25 @@ def test_a_model_of_another_size_is_refused_where_the_folder_can_be_seen(tmp_pat
         refuse_other_model(make_model(num_hidden_layers=3).config, info, "it")
 
 
+def test_a_server_with_other_tensors_is_refused(fake: FakeSGLang, tmp_path: Path) -> None:
+    """Its first folder may be gone; the names of its tensors tell enough, and sizes it refuses itself."""
+    fake.info["model_path"] = "/removed/long/ago"
+    shorter = make_model(num_hidden_layers=1)
+    with (
+        pytest.raises(UserError, match=r"it has a tensor model\.layers\.1.* that the trainer's model lacks"),
+        training([fake], tmp_path, shorter),
+    ):
+        pass
+    with (
+        pytest.raises(
+            UserError, match=r"it has no tensor model\.layers\.2\..*, which the trainer's model has"
+        ),
+        training([fake], tmp_path, make_model(num_hidden_layers=3)),
+    ):
+        pass
+    assert "/update_weights_from_disk" not in fake.paths
+
+
 def test_checksums_notice_every_single_tensor(fake: FakeSGLang) -> None:
     server = Server(fake.url)
     info, model = server.info(), make_model()
@@ -219,9 +238,16 @@ def _bfloat16_checksums(model: Any) -> dict[str, str]:
     return found
 
 
-def test_where_hashes_are_not_comparable_they_must_at_least_move(fake: FakeSGLang, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["device", "experts"])
+def test_where_hashes_are_not_comparable_they_must_at_least_move(
+    fake: FakeSGLang, tmp_path: Path, kind: str
+) -> None:
+    """On a GPU; with experts."""
     model = make_model()
-    fake.limits["device"] = "cuda"
+    if kind == "device":
+        fake.limits["device"] = "cuda"
+    else:
+        fake.extra = {"model.layers.0.mlp.experts.w13_weight": "0" * 16}
     with training([fake], tmp_path, model) as engine:
         move(model)
         engine.load_weights(model, 1)

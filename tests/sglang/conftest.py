@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -38,6 +41,18 @@ def server(start: Path) -> Iterator[LocalServer]:
     running.wait(600)
     yield running
     group = running.group
+    assert len(_alive(group)) > 1  # the server has children
     running.stop()
-    with pytest.raises(ProcessLookupError):  # nobody of its session is left
-        os.killpg(group, 0)
+    deadline = time.monotonic() + 10
+    while left := _alive(group):
+        assert time.monotonic() < deadline, f"these outlived the server: {left}"
+        time.sleep(0.05)
+
+
+def _alive(group: int) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["status"]):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found

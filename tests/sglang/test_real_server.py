@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import threading
 import time
@@ -218,8 +219,8 @@ def test_another_model_is_refused_and_the_server_keeps_its_own(
     server: LocalServer, policy: LoadedModel, tmp_path: Path
 ) -> None:
     before = served_checksums(server)
-    config = policy.model.config
-    config.num_hidden_layers -= 1
+    config = copy.deepcopy(policy.model.config)
+    config.num_hidden_layers, config.layer_types = 3, ["full_attention"] * 3
     other = type(policy.model)(config)
     with (
         pytest.raises(UserError, match="serves another model"),
