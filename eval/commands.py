@@ -126,15 +126,7 @@ def subjects(options: argparse.Namespace) -> list[tuple[Subject, Path]]:
     chosen = [flag for flag in ("model", "run", "player", "endpoint") if getattr(options, flag) is not None]
     if len(chosen) > 1:
         raise UserError(f"--{chosen[0]} and --{chosen[1]} name two different things to evaluate; give one")
-    if options.server is not None:
-        if options.model is None:
-            raise UserError(
-                "--server needs --model: the folder of the model that it serves, for its tokenizer"
-            )
-        if options.memory_scores:
-            raise UserError("--memory-scores needs the model in this process: leave out --server")
-    elif options.engine is not None:
-        raise UserError("--engine says what runs at --server; name a server")
+    _check_server(options)
     if options.player is not None:
         return [(ScriptedSubject(options.player), options.runs / "eval")]
     manner: dict[str, Any] = {
@@ -167,6 +159,17 @@ def subjects(options: argparse.Namespace) -> list[tuple[Subject, Path]]:
         for folder, name in (("cold_start", "cold start"), ("model", "trained"))
         if (run / folder).is_dir()
     ]
+
+
+def _check_server(options: argparse.Namespace) -> None:
+    if options.server is None:
+        if options.engine is not None:
+            raise UserError("--engine says what runs at --server; name a server")
+        return
+    if options.model is None:
+        raise UserError("--server needs --model: the folder of the model that it serves, for its tokenizer")
+    if options.memory_scores:
+        raise UserError("--memory-scores needs the model in this process: leave out --server")
 
 
 def training_run(options: argparse.Namespace) -> Path:
@@ -205,6 +208,7 @@ def chosen_benchmarks(options: argparse.Namespace) -> list[Benchmark]:
 
 def default_benchmarks(options: argparse.Namespace) -> list[Benchmark]:
     """The embedded held-out benchmarks: those of the world that the model was trained in."""
+    _check_server(options)
     world = "factbook"
     folder = Path(options.model).parent if options.model is not None else None
     if options.endpoint is not None:
