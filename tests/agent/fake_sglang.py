@@ -82,6 +82,7 @@ class FakeSGLang:
     def start(self) -> None:
         """Come up as it was started first, whatever it was given later."""
         self.folder, self.label = self.start_folder, "default"
+        self.sums = folder_checksums(self.folder)
         self._do(self._listen())
 
     def die(self) -> None:
@@ -163,7 +164,8 @@ class FakeSGLang:
             folder = Path(body["model_path"])
             if not (folder / "model.safetensors").is_file():
                 return _recorded("bad_path")
-            self.folder = folder
+            # Read now: weights stay in memory when their folder is gone.
+            self.folder, self.sums = folder, folder_checksums(folder)
             self.label = "a lie" if self.lies else body["weight_version"]
             return 200, {"success": True, "message": "Succeeded to update model weights."}
         elif name == "update_weights_from_distributed":
@@ -178,8 +180,7 @@ class FakeSGLang:
         elif name == "server_info":
             return 200, self.limits
         elif name == "weights_checker":
-            sums = folder_checksums(self.folder)
-            sums |= self.extra
+            sums = self.sums | self.extra
             if self.corrupt:
                 sums["model.norm.weight"] = "0" * 16
             return 200, {"success": True, "message": "Success.", "ranks": [{"checksums": sums}]}
