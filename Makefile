@@ -35,7 +35,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade "pip>=25"
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install -q $(TORCH)
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[models,server,dev]"
 	touch $@
 
@@ -44,7 +44,7 @@ sglang-env: $(SGLANG)/.installed
 # Without their dependencies: those that a text model on a CPU needs are in requirements.txt, the CUDA ones are left out.
 $(SGLANG)/.installed: tests/sglang/requirements.txt tests/sglang/packages.txt
 	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
-	$(SGLANG)/bin/python -c "import torch" 2>/dev/null || $(SGLANG)/bin/python -m pip install -q "$(TORCH)" triton==3.9.0
+	$(SGLANG)/bin/python -c "import torch" 2>/dev/null || $(SGLANG)/bin/python -m pip install -q $(TORCH) triton==3.9.0
 	$(SGLANG)/bin/python -m pip install -q -r tests/sglang/requirements.txt
 	$(SGLANG)/bin/python -m pip install -q --no-deps -r tests/sglang/packages.txt
 	touch $@
