@@ -27,7 +27,7 @@ KEY_VARIABLE = "VLLM_API_KEY"
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
-_PROBE = 4.0
+_PROBE = 2.0
 
 
 class VLLMEngine:

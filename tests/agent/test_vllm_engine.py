@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,33 +30,79 @@ MODELS = {
     "object": "list",
     "data": [{"id": "some/model", "object": "model", "owned_by": "vllm", "max_model_len": 64}],
 }
-# As `vllm serve` answers a prompt of ids with return_token_ids; the stop string's token stays in the ids.
+# As vLLM 0.32.0 answered a greedy request of the shipped model; the stop string's token stays in the ids.
 ANSWER: dict[str, Any] = {
-    "id": "cmpl-0d6ff5",
+    "id": "cmpl-8c877b3891fd6667",
     "object": "text_completion",
-    "created": 1764443000,
+    "created": 1795987974,
     "model": "some/model",
     "choices": [
         {
             "index": 0,
-            "text": " a</answer>",
+            "text": "apital</search>",
             "logprobs": {
-                "text_offset": [0, 2],
-                "token_logprobs": [-0.25, -1.5],
-                "tokens": [" a", "</answer>"],
-                "top_logprobs": [{" a": -0.25}, {"</answer>": -1.5}],
+                "text_offset": [0, 6],
+                "token_logprobs": [-0.003585697151720524, -1.4305104514278355e-06],
+                "tokens": ["apital", "</search>"],
+                "top_logprobs": [{"apital": -0.003585697151720524}, {"</search>": -1.4305104514278355e-06}],
             },
             "finish_reason": "stop",
-            "stop_reason": "</answer>",
+            "stop_reason": "</search>",
             "token_ids": [2, 3],
             "prompt_logprobs": None,
             "prompt_token_ids": [1, 2],
+            "routed_experts": None,
         }
     ],
     "service_tier": None,
-    "system_fingerprint": None,
-    "usage": {"prompt_tokens": 2, "total_tokens": 4, "completion_tokens": 2, "prompt_tokens_details": None},
+    "system_fingerprint": "vllm-0.32.0-d0e5a578",
+    "usage": {
+        "prompt_tokens": 2,
+        "total_tokens": 4,
+        "completion_tokens": 2,
+        "prompt_tokens_details": None,
+        "completion_tokens_details": None,
+    },
     "kv_transfer_params": None,
+    "ec_transfer_params": None,
+    "metrics": None,
+}
+# And these it refused, each with status 400 (the last 404).
+REFUSALS: dict[str, Any] = {
+    "maximum context length is 1000 tokens": {
+        "error": {
+            "message": "This model's maximum context length is 1000 tokens. However, your prompt contains 2000 input "
+            "tokens, which exceeds this limit even without any output tokens. Please reduce the length of the "
+            "input prompt. (parameter=input_tokens, value=2000)",
+            "type": "BadRequestError",
+            "param": "input_tokens",
+            "code": 400,
+        }
+    },
+    "Token id 1000000 is out of vocabulary": {
+        "error": {
+            "message": "Token id 1000000 is out of vocabulary",
+            "type": "BadRequestError",
+            "param": None,
+            "code": 400,
+        }
+    },
+    "temperature must be in": {
+        "error": {
+            "message": "temperature must be in [0, 2], got 4.0. (parameter=temperature, value=4.0)",
+            "type": "BadRequestError",
+            "param": "temperature",
+            "code": 400,
+        }
+    },
+    "The model `x` does not exist": {
+        "error": {
+            "message": "The model `x` does not exist.",
+            "type": "NotFoundError",
+            "param": "model",
+            "code": 404,
+        }
+    },
 }
 
 
@@ -150,7 +197,9 @@ def test_what_is_sent_literally() -> None:
 def test_what_comes_back_is_what_was_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     server = Server(queue=[httpx.Response(200, json=ANSWER)])
-    assert generate(server, REQUEST) == Completion((2, 3), (-0.25, -1.5), "stop", 0)
+    assert generate(server, REQUEST) == Completion(
+        (2, 3), (-0.003585697151720524, -1.4305104514278355e-06), "stop", 0
+    )
     assert server.asked[0] == body_of(REQUEST, "some/model", 64)
     assert server.keys == ["Bearer secret"] * 2
 
@@ -172,7 +221,7 @@ def test_log_probs_of_another_distribution_are_refused(processed: bool) -> None:
     if processed:
         found = generate(server, hot)
         assert found.logprobs == (pytest.approx(scores(0.5)[2]),)
-        assert [body["temperature"] for body in server.asked] == [1.0, 4.0, 0.5]
+        assert [body["temperature"] for body in server.asked] == [1.0, 2.0, 0.5]
     else:
         with pytest.raises(UserError, match="processed_logprobs"):
             generate(server, hot)
@@ -211,16 +260,11 @@ def test_a_busy_or_absent_server_is_asked_again(pauses: list[float]) -> None:
         generate(gone, REQUEST, attempts=3)
 
 
-def test_a_refusal_is_not_repeated() -> None:
-    refusal = {
-        "error": {
-            "message": "This model's maximum\n context length is 64",
-            "type": "BadRequestError",
-            "code": 400,
-        }
-    }
-    server = Server(queue=[httpx.Response(400, json=refusal)])
-    with pytest.raises(EngineError, match="status 400: This model's maximum context length is 64"):
+@pytest.mark.parametrize("said", list(REFUSALS))
+def test_a_refusal_is_not_repeated(said: str) -> None:
+    refusal = REFUSALS[said]
+    server = Server(queue=[httpx.Response(refusal["error"]["code"], json=refusal)])
+    with pytest.raises(EngineError, match=f"refuses the request, status 40[04]: .*{re.escape(said)}"):
         generate(server, REQUEST)
     assert len(server.asked) == 1
 
