@@ -90,29 +90,32 @@ _FOLDED = _Folded()
 
 
 def _spelled(name: str) -> str:
-    """Matches a folded name with gaps between its letters, an underscore as a hyphen or not at all."""
-    return f"{_GAP}*".join(letter if letter.isalpha() else "[_-]?" for letter in name)
+    """Matches a folded name with gaps between its letters, an underscore as a hyphen or not at all.
+
+    No match is tried with a shorter gap: with an underscore between two gaps that took time as the gap squared.
+    """
+    return f"{_GAP}*+".join(letter if letter.isalpha() else "[_-]?" for letter in name)
 
 
 def _either(names: tuple[str, ...]) -> str:
     return "|".join(sorted(map(_spelled, names), key=len, reverse=True))
 
 
-_SLASHES = f"[{_GAP}/\\\\]*"
+_SLASHES = f"[{_GAP}/\\\\]*+"
 _AFTER_ANGLE = "|".join(
     (
         f"(?:{_either(_ANGLE_TOKENS)})(?![^\\W_])",
-        f"{_spelled('unused')}{_GAP}*\\d",
+        f"{_spelled('unused')}{_GAP}*+\\d",
         _spelled("extra_id_"),
-        f"{_spelled('s')}{_GAP}*[/>]",
+        f"{_spelled('s')}{_GAP}*+[/>]",
         "[|¦]",
         f"<{_SLASHES}{_spelled('sys')}",
     )
 )
 _OPENERS = re.compile(
     f"<(?={_SLASHES}(?:{_AFTER_ANGLE}))"
-    f"|\\|(?={_GAP}*>)"
-    f"|\\[(?={_SLASHES}(?:{_either(_SQUARE_TOKENS)}){_GAP}*\\])"
+    f"|\\|(?={_GAP}*+>)"
+    f"|\\[(?={_SLASHES}(?:{_either(_SQUARE_TOKENS)}){_GAP}*+\\])"
 )
 _SUSPECT = re.compile("[<＜﹤≮\\[［﹇|｜]")
 _SURROGATE = re.compile("[\ud800-\udfff]")

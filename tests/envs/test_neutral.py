@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 import unicodedata
 
 import pytest
@@ -210,3 +211,12 @@ def test_clip_counted_cuts_between_words_by_any_counter() -> None:
     long = " ".join(["word"] * 10_000)
     cut = clip_counted(long, 100, count_words)
     assert count_words(cut) == 100 and cut.endswith(CLIP_MARK)
+
+
+@pytest.mark.parametrize("opener", ["<start", "<tool", "<|", "<", "[tool", "</s", "<unused", "|"])
+def test_long_gaps_take_time_as_their_length(opener: str) -> None:
+    """100,000 characters are what a turn may have; time as the square of the gap would be minutes."""
+    started = time.perf_counter()
+    neutralise(opener + " " * 100_000 + "x")
+    assert time.perf_counter() - started < 2.0
+    assert neutralise("<start" + " " * 500 + "_\u200b of turn>").startswith("‹start")
