@@ -84,6 +84,10 @@ class StreamTransport(httpx.AsyncBaseTransport):
             answered = True
             body = await _read_body(reader, status, headers)
             whole = True
+        except (ValueError, asyncio.LimitOverrunError) as error:
+            raise httpx.RemoteProtocolError(
+                f"{place[0]}:{place[1]} sent a malformed body: {error}"
+            ) from error
         except (OSError, asyncio.IncompleteReadError) as error:
             answered = answered or bool(getattr(error, "partial", b""))
             raise _HungUp(str(error), answered) from error

@@ -107,6 +107,10 @@ def test_one_connection_serves_many_and_a_dropped_idle_one_is_opened_again() -> 
         ((b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n4\r\n01",), httpx.RemoteProtocolError),
         ((b"SSH-2.0-OpenSSH_9.2\r\n\r\n",), httpx.RemoteProtocolError),
         ((b"hello there\r\n\r\n",), httpx.RemoteProtocolError),
+        ((b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nmany\r\n01",), httpx.RemoteProtocolError),
+        ((b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n-4\r\n01",), httpx.RemoteProtocolError),
+        ((b"HTTP/1.1 200 OK\r\ncontent-length: ten\r\n\r\n01",), httpx.RemoteProtocolError),
+        ((b"HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n01",), httpx.RemoteProtocolError),
     ],
 )
 def test_a_server_that_hangs_up_or_talks_nonsense(pieces: tuple[bytes, ...], error: type[Exception]) -> None:
