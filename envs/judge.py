@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from types import UnionType
 from typing import Any
 
 import httpx
@@ -64,14 +66,19 @@ class Judge:
     instructions: str = INSTRUCTIONS
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")) or not httpx.URL(self.url).host:
+        if not _is_address(self.url):
             raise UserError(f"judge: {self.url!r} is no http address")
+        texts = (self.model, self.form, self.key_env, self.instructions)
+        if not all(isinstance(text, str) for text in texts):
+            raise UserError("judge: model, form, key_env and instructions must be texts")
         if self.form not in ("openai", "json"):
             raise UserError(f"judge: form {self.form!r} is none of 'openai', 'json'")
         if (self.form == "openai") != bool(self.model):
             raise UserError("judge: form 'openai' needs a model, and form 'json' takes none")
-        if self.timeout <= 0 or self.attempts < 1:
-            raise UserError("judge: timeout must be more than 0, and attempts at least 1")
+        if not _is_number(self.timeout, int | float) or not 0 < self.timeout < math.inf:
+            raise UserError(f"judge: timeout is {self.timeout!r}; a number above 0 is needed")
+        if not _is_number(self.attempts, int) or self.attempts < 1:
+            raise UserError(f"judge: attempts is {self.attempts!r}; a whole number from 1 is needed")
 
     def __call__(self, episode: Episode) -> float:
         """The score.
@@ -151,6 +158,17 @@ class Judge:
         if found is None:
             raise _TryAgain(f"the reply begins with neither yes nor no: {text[:100]!r}")
         return float(found[1].lower() == "yes")
+
+
+def _is_address(url: object) -> bool:
+    try:
+        return isinstance(url, str) and url.startswith(("http://", "https://")) and bool(httpx.URL(url).host)
+    except httpx.InvalidURL:
+        return False
+
+
+def _is_number(value: object, kinds: type | UnionType) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 @cache

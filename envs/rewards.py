@@ -153,13 +153,15 @@ def _function(name: str, settings: dict[str, Any]) -> Callable[[Episode], float]
     module, _, attribute = TERMS.get(name, name).rpartition(":")
     try:
         found: Any = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise UserError(f"reward {name!r} cannot be imported: {error}") from None
     try:
         if inspect.isclass(found):
             made: Any = found(**settings)
             return made
         inspect.signature(found).bind(None, **settings)
-    except TypeError as error:
+    except UserError:
+        raise
+    except (TypeError, ValueError) as error:
         raise UserError(f"reward {name!r}: {error}") from None
     return partial(found, **settings)

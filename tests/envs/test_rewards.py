@@ -133,6 +133,14 @@ def test_a_function_that_fails_is_no_reward_of_zero(name: str) -> None:
         ({"judge": {"url": "http://x"}}, "needs a model"),
         ({"judge": {"url": "http://x", "model": "m", "form": "xml"}}, "form 'xml'"),
         ({"judge": {"url": "http://x", "model": "m", "attempts": 0}}, "attempts"),
+        ({"judge": {"url": "http://x", "model": "m", "attempts": 1.5}}, "attempts is 1.5"),
+        ({"judge": {"url": "http://x", "model": "m", "timeout": "long"}}, "timeout is 'long'"),
+        ({"judge": {"url": "http://x", "model": "m", "timeout": float("nan")}}, "timeout is nan"),
+        ({"judge": {"url": "http://x", "model": "m", "key_env": 3}}, "must be texts"),
+        ({"judge": {"url": 5, "model": "m"}}, "5 is no http address"),
+        ({"judge": {"url": "http://x:port/v1", "model": "m"}}, "no http address"),
+        (".relative:f", "cannot be imported"),
+        ("builtins:max", "no signature"),
     ],
 )
 def test_what_does_not_fit_is_named_when_the_environment_is_made(reward: Any, message: str) -> None:
