@@ -51,13 +51,12 @@ def push(folder: Path, repository: str, private: bool = False) -> str:
     if repository.count("/") != 1 or not all(repository.split("/")):
         raise UserError(f"{repository!r} is no repository: 'owner/name' is needed")
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError
 
     hub = huggingface_hub.HfApi()
     try:
         hub.create_repo(repository, private=private, exist_ok=True)
         hub.upload_folder(repo_id=repository, folder_path=folder, commit_message="Model")
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except Exception as error:  # what its HTTP client raises has no base in common with its own errors
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"the hub did not take {repository!r}: {reason}") from error
     return f"{hub.endpoint}/{repository}"

@@ -99,7 +99,7 @@ def _download(name: str, file: str, revision: str, place: str) -> Path:
 
     try:
         return Path(huggingface_hub.hf_hub_download(name, file, repo_type="dataset", revision=revision))
-    except (ValueError, RuntimeError, OSError) as error:
+    except Exception as error:  # what its HTTP client raises has no base in common with its own errors
         raise UserError(f"{place}: cannot be loaded ({_first_line(error)})") from None
 
 
@@ -110,26 +110,37 @@ def recorded_revision(source: str) -> str | None:
         UserError: a malformed source.
     """
     parsed = HubSource.parse(source)
-    record = _record_file()
-    known = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
-    return parsed.revision or known.get(parsed.name)
+    return parsed.revision or _recorded().get(parsed.name)
 
 
 def _pinned_revision(name: str) -> str:
-    record = _record_file()
-    known: dict[str, Any] = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    known = _recorded()
     if name not in known:
         import huggingface_hub
 
         try:
             known[name] = huggingface_hub.HfApi().dataset_info(name).sha
-        except (ValueError, RuntimeError, OSError) as error:
+        except Exception as error:  # as in `_download`
             raise UserError(f"hub:{name}: its revision cannot be looked up ({_first_line(error)})") from None
+        record = _record_file()
         record.parent.mkdir(parents=True, exist_ok=True)
         aside = record.with_name(f"{record.name}.{os.getpid()}")
         aside.write_text(json.dumps(known, indent=1, sort_keys=True), encoding="utf-8")
         aside.replace(record)
     return str(known[name])
+
+
+def _recorded() -> dict[str, Any]:
+    record = _record_file()
+    if not record.is_file():
+        return {}
+    try:
+        known = json.loads(record.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{record}: no JSON ({error}); remove it to look revisions up again") from None
+    if not isinstance(known, dict):
+        raise UserError(f"{record}: no JSON object; remove it to look revisions up again")
+    return known
 
 
 def _record_file() -> Path:

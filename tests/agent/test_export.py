@@ -119,6 +119,10 @@ def test_adapters_load_as_a_model(tokenizer: Any, tmp_path: Path) -> None:
         load_model(tmp_path / "adapters")
 
 
+class NoConnection(Exception):
+    """As the transport errors of HTTP clients: neither an OSError nor an error of the hub's."""
+
+
 class Hub:
     """In place of the hub's client; remembers what was done."""
 
@@ -152,6 +156,9 @@ def test_push_to_hub_is_an_option(
     monkeypatch.setattr(Hub, "refusal", OSError("401 Unauthorized\nmore"))
     assert main([str(model), str(tmp_path / "c"), "--push-to-hub", "me/mine"]) == 2
     assert "error: the hub did not take 'me/mine': 401 Unauthorized\n" in capsys.readouterr().err
+    monkeypatch.setattr(Hub, "refusal", NoConnection("[Errno 111] Connection refused"))
+    assert main([str(model), str(tmp_path / "d"), "--push-to-hub", "me/mine"]) == 2
+    assert "error: the hub did not take 'me/mine': [Errno 111]" in capsys.readouterr().err
     for name in ("mine", "a/b/c", "/mine"):
         with pytest.raises(UserError, match="owner/name"):
             push(model, name)

@@ -75,6 +75,32 @@ def test_test_else_dev_else_train(hub: dict[str, Any], splits: list[str], taken:
     assert hub["loaded"][0][2] == taken
 
 
+def test_a_damaged_record_is_named(hub: dict[str, Any], tmp_path: Path) -> None:
+    for damaged in ("{", "[]"):
+        (tmp_path / "hub.json").write_text(damaged)
+        with pytest.raises(UserError, match=r"hub\.json: no JSON.*remove it"):
+            load_hub_tasks("hub:o/sets")
+        with pytest.raises(UserError, match=r"hub\.json: no JSON"):
+            recorded_revision("hub:o/sets")
+
+
+def test_without_a_connection_it_is_one_line(hub: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    class NoConnection(Exception):
+        """As the transport errors of HTTP clients: neither an OSError nor an error of the hub's."""
+
+    def fail(*arguments: Any, **keywords: Any) -> Any:
+        raise NoConnection("[Errno 111] Connection refused")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", fail)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    with pytest.raises(UserError, match=r"hub:o/sets: its revision cannot be looked up \(\[Errno 111\]"):
+        load_hub_tasks("hub:o/sets")
+    with pytest.raises(UserError, match=r"hub:o/sets/x\.json@v1: cannot be loaded \(\[Errno 111\]"):
+        load_hub_tasks("hub:o/sets/x.json@v1")
+
+
 def test_what_is_not_there_is_one_line(hub: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="hub:o/sets:tset: no such split; there are train, dev"):
         load_tasks("hub:o/sets:tset")
