@@ -8,6 +8,7 @@ its metrics and the weights it ends with equal the original's to the bit, on the
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -53,6 +54,8 @@ def replay(run: Path, step: int) -> Replayed:
         raise UserError(f"{run} is no run: it has no config.toml")
     config = load_config(str(run / "config.toml"))
     rows_written = {row["step"]: row for row in read_steps(run / "metrics.jsonl")}
+    if not rows_written:
+        raise UserError(f"{run} has no finished step")
     if step not in rows_written:
         raise UserError(f"{run} has no step {step} (steps: {min(rows_written)} to {max(rows_written)})")
     groups, scores = read_rollouts(run / "rollouts" / f"step-{step:04d}.jsonl")
@@ -64,11 +67,16 @@ def replay(run: Path, step: int) -> Replayed:
         if before is None:
             raise UserError(f"{run} keeps no checkpoint of step {step - 1}, which step {step} starts from")
         learner.load_state_dict(before.state["learner"])
-    rows, _ = rows_from_groups(groups, scores, config.algorithm)
+    # A step whose groups were all dropped has an empty file, which does not tell whether memories are scored.
+    rows = rows_from_groups(groups, scores, config.algorithm)[0] if groups else []
     metrics = {f"update/{key}": value for key, value in learner.update(rows).items()} if rows else {}
 
     written = {key: value for key, value in rows_written[step].items() if key.startswith("update/")}
-    differing = sorted(key for key in metrics.keys() | written.keys() if metrics.get(key) != written.get(key))
+    # What is not finite was written as null.
+    found = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+    differing = sorted(
+        key for key in found.keys() | written.keys() if found.get(key, "") != written.get(key, "")
+    )
     tensors = {}
     after = _checkpoint(run, step)
     if after is not None:

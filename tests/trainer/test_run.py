@@ -184,6 +184,30 @@ def test_an_update_from_the_dump_equals_the_original_to_the_bit(four_steps: Path
     assert replay.main([str(four_steps), str(step)]) == 0
 
 
+def test_a_step_without_groups_or_with_a_norm_that_is_not_finite_is_replayed(
+    four_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    folder = tmp_path / "changed"
+    shutil.copytree(four_steps, folder)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows[0] = {key: None if key == "update/grad_norm" else value for key, value in rows[0].items()}
+    rows[1] = {key: value for key, value in rows[1].items() if not key.startswith("update/")}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rollouts" / "step-0002.jsonl").write_text("")
+    shutil.rmtree(folder / "checkpoints" / "step-000002")
+    found = replay.replay(folder, 2)
+    assert (found.metrics, found.differing, found.compared) == ({}, [], (0, 0))
+
+    update = learner.Learner.update
+    infinite = {"grad_norm": float("inf")}
+    monkeypatch.setattr(learner.Learner, "update", lambda self, rows: {**update(self, rows), **infinite})
+    assert replay.replay(folder, 1).differing == []
+
+    (folder / "metrics.jsonl").write_text("")
+    assert replay.main([str(folder), "1"]) == 2
+    assert "has no finished step" in capsys.readouterr().err
+
+
 def test_a_replay_notices_what_differs(four_steps: Path, tmp_path: Path, capsys: Any) -> None:
     folder = tmp_path / "changed"
     shutil.copytree(four_steps, folder)
