@@ -321,6 +321,7 @@ async def collect_groups(
     sampling: Sampling,
     run_seed: int,
     step: int,
+    draw: int = 0,
     retries: int = 2,
     concurrency: int | None = None,
     limits: Limits = Limits(),
@@ -331,6 +332,7 @@ async def collect_groups(
     Args:
         make_env: a fresh environment whose reset draws the given task.
         run_seed, step: with task id, sample and turn they decide every sampled token.
+        draw: counts further calls for the same step, which may ask a task again: it is sampled apart.
         retries: further attempts of an episode, each with a fresh environment, before its group is dropped.
         concurrency: episodes under way at once; None for all (the local engine batches them).
 
@@ -370,7 +372,8 @@ async def collect_groups(
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def group(task: Task, occurrence: int) -> Group | EpisodeError:
-        key: SeedKey = (run_seed, step, task.id, *((occurrence,) if occurrence else ()))
+        again = (occurrence, draw) if draw else (occurrence,) if occurrence else ()
+        key: SeedKey = (run_seed, step, task.id, *again)
         results = await asyncio.gather(
             *(episode(task, key, sample) for sample in range(samples)), return_exceptions=True
         )

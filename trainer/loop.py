@@ -86,7 +86,8 @@ def gather(run: Run, step: int) -> Experience:
         if missing == 0:
             break
         with run.monitor.phase("rollout"):
-            played = roll_out(run, run.questions.draw(step, missing, attempt), step, experience.dropped)
+            draws = run.questions.draw(step, missing, attempt)
+            played = roll_out(run, draws, step, experience.dropped, attempt)
         groups = [group for _, group in played]
         with run.monitor.phase("score memories"):
             scores = score(run, played) if config.algorithm.alpha > 0 else None
@@ -101,7 +102,9 @@ def gather(run: Run, step: int) -> Experience:
     return experience
 
 
-def roll_out(run: Run, draws: Sequence[Draw], step: int, dropped: Counter[str]) -> list[tuple[int, Group]]:
+def roll_out(
+    run: Run, draws: Sequence[Draw], step: int, dropped: Counter[str], attempt: int = 0
+) -> list[tuple[int, Group]]:
     """One group of episodes for each question, with its environment; one whose machinery failed is left out and
     counted."""
     settings = run.config.rollout
@@ -120,6 +123,7 @@ def roll_out(run: Run, draws: Sequence[Draw], step: int, dropped: Counter[str]) 
                     sampling=Sampling(settings.temperature, settings.max_new_tokens),
                     run_seed=run.config.seed,
                     step=step,
+                    draw=attempt,
                     retries=settings.retries,
                     limits=limits,
                 )

@@ -185,6 +185,14 @@ def test_the_same_task_twice_is_sampled_apart() -> None:
     assert len(groups) == 2 and len({request.seed for request in engine.requests}) == 4
 
 
+def test_a_task_that_a_further_draw_of_the_step_asks_again_is_sampled_apart() -> None:
+    engine = Scripted(lambda request: done((*ids_of("<answer>yes</answer>"), *END)))
+    for draw in (0, 1, 2):
+        collect(engine, tasks=[TASKS[0], TASKS[0]], samples=2, draw=draw)
+    assert len(engine.requests) == 12 and len({request.seed for request in engine.requests}) == 12
+    assert len({request.group for request in engine.requests}) == 6
+
+
 def test_order_and_result_whatever_the_concurrency() -> None:
     expected, report = collect(Scripted(by_seed))
     assert [group.task.id for group in expected] == ["t0", "t1", "t2", "t3"]

@@ -33,7 +33,10 @@ def gathered(
         asked.append((step, count, attempt))
         return ["draw"] * count
 
-    def roll_out(run: Any, draws: list[str], step: int, dropped: Any) -> list[tuple[int, Group]]:
+    def roll_out(
+        run: Any, draws: list[str], step: int, dropped: Any, attempt: int
+    ) -> list[tuple[int, Group]]:
+        assert attempt == asked[-1][2]
         played = batches[len(asked) - 1]
         dropped["engine"] += len(draws) - len(played)
         return [(0, group) for group in played]
@@ -80,7 +83,7 @@ def test_rollouts_get_their_limits_and_come_back_with_their_environment(
     asked: dict[str, Any] = {}
 
     async def collect_groups(tasks: Any, make_env: Any, engine: Any, prompts: str, **settings: Any) -> Any:
-        asked[prompts] = (tasks, settings["limits"], settings["samples"], settings["step"])
+        asked[prompts] = (tasks, settings["limits"], settings["samples"], settings["step"], settings["draw"])
         return [group(task.id, 0, 1) for task in tasks if task.id != "c"], RolloutReport(
             dropped=Counter(timeout=1)
         )
@@ -92,8 +95,8 @@ def test_rollouts_get_their_limits_and_come_back_with_their_environment(
     tasks = {name: Task(name, ("q",), (("a",),)) for name in "abc"}
     draws = [Draw(1, tasks["a"]), Draw(0, tasks["b"]), Draw(1, tasks["c"])]
     dropped: Counter[str] = Counter()
-    played = loop.roll_out(run, draws, 3, dropped)
+    played = loop.roll_out(run, draws, 3, dropped, 2)
     assert [(index, group.task.id) for index, group in played] == [(0, "b"), (1, "a")]
     assert dropped == {"timeout": 2}
-    assert asked["one"] == ([tasks["b"]], Limits(5.0, None, 60.5), 16, 3)
+    assert asked["one"] == ([tasks["b"]], Limits(5.0, None, 60.5), 16, 3, 2)
     assert asked["two"][0] == [tasks["a"], tasks["c"]]
