@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -62,12 +62,14 @@ def demonstrate(config: RunConfig, folder: Path | None = None) -> tuple[list[Epi
 
     Returns:
         Right episodes, and how many were ``played``, ``right``, and left out because nobody knows the
-        searches (``unknown``) or because the episode went another way here (``different``).
+        searches (``unknown``), because the episode went another way here (``different``) or because the
+        environment broke (``failed``: a search or a judge that is down).
 
     Raises:
         UserError: an unknown teacher, a source that is not there, not one right episode.
     """
     teacher, counts = config.cold_start.teacher, Counter[str]()
+    failures: list[str] = []
     if teacher.endswith(".jsonl"):
         episodes = read_demonstrations(Path(teacher))
         foreign = next((e for e in episodes if not 0 <= e.environment < len(config.environment)), None)
@@ -77,20 +79,21 @@ def demonstrate(config: RunConfig, folder: Path | None = None) -> tuple[list[Epi
             )
         counts.update(played=len(episodes), right=len(episodes))
     elif teacher in ("expert", "random"):
-        episodes = _scripted(config, teacher, counts)
+        episodes = _scripted(config, teacher, counts, failures)
     elif teacher.startswith("recorded:"):
         samples = read_run(teacher.removeprefix("recorded:")).samples
-        episodes = _replayed(config, [s for each in samples.values() for s in each], counts)
+        episodes = _replayed(config, samples, counts, failures)
     elif teacher.startswith(("http://", "https://")):
         if folder is None:
             raise UserError("a teacher behind an endpoint needs a folder for its episodes")
-        episodes = _replayed(config, _ask_endpoint(config, folder), counts)
+        episodes = _replayed(config, _ask_endpoint(config, folder), counts, failures)
     else:
         raise UserError(
             f"teacher {teacher!r} is none of: expert, random, recorded:RUN, a .jsonl file, the address of an endpoint"
         )
     if not episodes:
-        raise UserError(f"teacher {teacher!r} gave no right episode ({_told(counts)})")
+        why = f"; the first failure: {failures[0]}" if failures else ""
+        raise UserError(f"teacher {teacher!r} gave no right episode ({_told(counts)}){why}")
     return episodes, counts
 
 
@@ -157,7 +160,7 @@ def _sources(config: RunConfig) -> list[_Source]:
     return found
 
 
-def _scripted(config: RunConfig, teacher: str, counts: Counter[str]) -> list[Episode]:
+def _scripted(config: RunConfig, teacher: str, counts: Counter[str], failures: list[str]) -> list[Episode]:
     settings = config.cold_start
     habits = Habits(**settings.habits.model_dump())
 
@@ -173,23 +176,48 @@ def _scripted(config: RunConfig, teacher: str, counts: Counter[str]) -> list[Epi
     return [
         episode
         for source in _sources(config)
-        for episode in _play(source, ((task, player) for task in source.tasks), counts)
+        for episode in _play(source, ((task, player) for task in source.tasks), counts, failures)
     ]
 
 
-def _replayed(config: RunConfig, samples: Sequence[Sample], counts: Counter[str]) -> list[Episode]:
-    right = [sample for sample in samples if sample.error is None and sample.reward >= 1.0]
-    counts["played"] += len(samples) - len(right)
+def _replayed(
+    config: RunConfig, samples: Mapping[str, Sequence[Sample]], counts: Counter[str], failures: list[str]
+) -> list[Episode]:
+    """Samples by benchmark. Those of a teacher's run go to the environment that they were played in, others to the
+    first one that asks the question and pays for the answer.
+    """
+    places: dict[str, list[tuple[_Source, Task]]] = defaultdict(list)
+    own: dict[str, int] = {}
+    for source in _sources(config):
+        own[_benchmark_name(source)] = source.index
+        for task in source.tasks:
+            places[task.id].append((source, task))
     episodes: list[Episode] = []
-    places = {task.id: (source, task) for source in _sources(config) for task in source.tasks}
-    for sample in right:
-        if sample.task_id not in places:
+    for name, sample in ((name, sample) for name, each in samples.items() for sample in each):
+        if sample.error is not None or sample.reward < 1.0:
+            counts["played"] += 1
+            continue
+        known = [
+            (source, task)
+            for source, task in places[sample.task_id]
+            if own.get(name, source.index) == source.index
+        ]
+        if not known:
             raise UserError(
                 f"the recorded episodes answer {sample.task_id!r}, which is no training question here"
             )
-        source, task = places[sample.task_id]
-        episodes += _play(source, [(task, partial(_recording, sample))], counts)
+        for source, task in known:
+            outcome = Counter[str]()
+            kept = _play(source, [(task, partial(_recording, sample))], outcome, failures)
+            if kept:
+                break
+        counts.update(outcome)
+        episodes += kept
     return episodes
+
+
+def _benchmark_name(source: _Source) -> str:
+    return f"teacher-{source.index}"
 
 
 def _recording(sample: Sample, task: Task) -> RecordedPlayer:
@@ -200,6 +228,7 @@ def _play(
     source: _Source,
     jobs: Iterable[tuple[Task, Callable[[Task], ScriptedPlayer | None]]],
     counts: Counter[str],
+    failures: list[str],
 ) -> list[Episode]:
     env = make(source.config.id, **source.config.kwargs)
     kept: list[Episode] = []
@@ -213,6 +242,12 @@ def _play(
             record = play(pin(env, task), player, seed=0)
         except RecordingEnded:
             counts["different"] += 1
+            continue
+        except UserError:
+            raise
+        except Exception as error:  # an environment may raise anything, and none of it is the teacher's
+            counts["failed"] += 1
+            failures.append(f"{type(error).__name__}: {error}".splitlines()[0][:300])
             continue
         if is_right(record):
             counts["right"] += 1
@@ -252,7 +287,7 @@ class _Teacher:
         return ChatPlayer(endpoint, rules, temperature, self._config.rollout.max_new_tokens)
 
 
-def _ask_endpoint(config: RunConfig, folder: Path) -> list[Sample]:
+def _ask_endpoint(config: RunConfig, folder: Path) -> Mapping[str, Sequence[Sample]]:
     settings = config.cold_start
     benchmarks = []
     for source in _sources(config):
@@ -260,7 +295,7 @@ def _ask_endpoint(config: RunConfig, folder: Path) -> list[Sample]:
         where = kwargs.pop("tasks", None)
         benchmarks.append(
             Benchmark(
-                f"teacher-{source.index}",
+                _benchmark_name(source),
                 (where,) if isinstance(where, str) else (),
                 source.config.id,
                 kwargs,
@@ -269,10 +304,8 @@ def _ask_endpoint(config: RunConfig, folder: Path) -> list[Sample]:
                 temperature=settings.teacher_temperature,
             )
         )
-    run = run_session(
-        _Teacher(config), benchmarks, folder, Settings(config.seed, concurrency=32), reports=False
-    )
-    return [sample for each in run.samples.values() for sample in each]
+    settings_of_run = Settings(config.seed, concurrency=32)
+    return run_session(_Teacher(config), benchmarks, folder, settings_of_run, reports=False).samples
 
 
 def _told(counts: Counter[str]) -> str:

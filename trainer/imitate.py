@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -58,7 +59,7 @@ class ImitationRows:
         limit: longest row in tokens; longer ones are left out.
 
     Attributes:
-        left_out: turns that did not fit.
+        left_out: turns that did not fit, or in which nothing was said.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class ImitationRows:
             if example.prefix:
                 prompt = (*prompt, *encode(example.prefix, add_special_tokens=False))
             said = tuple(encode(example.completion, add_special_tokens=False))
-            if self._limit is None or len(prompt) + len(said) <= self._limit:
+            if said and (self._limit is None or len(prompt) + len(said) <= self._limit):
                 zeros = (0.0,) * len(said)
                 rows.append(Row(prompt, said, (True,) * len(said), zeros, zeros, episode, episode, turn))
         return rows
@@ -133,14 +134,23 @@ class ImitationRows:
 def step(
     forward: Forward, optimizer: OptimizerSet, rows: Sequence[Row], tokens_per_micro_batch: int
 ) -> float:
-    """One optimizer step on the mean negative log-likelihood of the rows' completions; returns it (nats/token)."""
+    """One optimizer step on the mean negative log-likelihood of the rows' completions; returns it (nats/token).
+
+    Raises:
+        UserError: loss or gradient is not finite; the weights stay as they were.
+    """
     trained = sum(row.trained_tokens for row in rows)
     total = 0.0
     for batch in micro_batches(rows, tokens_per_micro_batch):
         loss = -forward(batch).logprobs.sum() / trained
         torch.autograd.backward(loss)
         total += loss.item()
-    optimizer.clip()
+    norm = float(optimizer.clip())
+    if not (math.isfinite(total) and math.isfinite(norm)):
+        raise UserError(
+            f"imitation: loss {total:g} with a gradient of norm {norm:g}: lower cold_start.optimizer.lr, or "
+            "train in float32"
+        )
     optimizer.step()
     optimizer.zero_grad()
     return total
@@ -273,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (options.seed, "seed"),
     ):
         if value is not None:
-            overrides.append(f"{key}={json.dumps(value)}")
+            overrides.append(f"{key}={json.dumps(value, ensure_ascii=False)}")
     console = Console(stderr=True)
     try:
         config = load_config(options.recipe, overrides)

@@ -269,7 +269,7 @@ def _choose(options: argparse.Namespace) -> tuple[Path, RunConfig, bool]:
         (options.eval_data, "evaluation.tasks"),
     ):
         if flag is not None:
-            overrides.append(f"{key}={json.dumps(flag)}")
+            overrides.append(f"{key}={json.dumps(flag, ensure_ascii=False)}")
     if options.resume is not None:
         if overrides or options.out is not None:
             raise UserError(

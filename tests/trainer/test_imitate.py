@@ -138,6 +138,17 @@ def test_the_loss_is_the_mean_over_the_teachers_tokens_and_so_is_its_gradient(bu
         torch.testing.assert_close(change, -1e-3 * reference.grad[strong].sign(), rtol=2e-3, atol=0)
 
 
+def test_a_step_that_is_not_finite_leaves_the_weights(tmp_path: Path) -> None:
+    model = qwen(1)
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    norm = model.model.norm.weight
+    norm.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(UserError, match=r"gradient of norm (inf|nan)"):
+        step(Forward(model), optimizer, [row([1, 2, 3], [4, 5])], 100)
+    assert all(parameter.equal(before[name]) for name, parameter in model.named_parameters())
+
+
 EPISODE = Episode(
     question="Who?",
     gold_answer="Ann",
@@ -176,6 +187,14 @@ def test_rows_that_do_not_fit_are_left_out_and_counted(world: Path) -> None:
     assert (len(short), short.left_out) == (1, 1)
     with pytest.raises(UserError, match="no turn"):
         ImitationRows([EPISODE], [prompts], limit=5)
+
+
+def test_a_turn_in_which_nothing_was_said_is_left_out(world: Path) -> None:
+    (first, second) = EPISODE.turns
+    silent = replace(EPISODE, turns=((first[0], ""), second))
+    rows = ImitationRows([silent], [PromptBuilder(load_model(world / "model").tokenizer)])
+    assert (len(rows), rows.left_out) == (1, 1)
+    assert all(r.trained_tokens for batch in rows.batches(3, 1) for r in batch)
 
 
 def test_scoring_contexts_take_the_place_of_turns(world: Path) -> None:
@@ -306,6 +325,54 @@ def test_a_large_model_behind_an_endpoint_teaches(world: Path, tmp_path: Path, e
     assert len(Endpoint.asked) == asked
     recorded, counts = demonstrate(configured(world, f"cold_start.teacher=recorded:{out / 'teacher'}"))
     assert recorded == episodes and counts["played"] == 4 and counts["right"] == 3
+
+
+def test_episodes_go_to_the_environment_that_they_were_played_in(
+    world: Path, tmp_path: Path, endpoint: str
+) -> None:
+    """Two environments over the same questions; the second one is too short to answer any."""
+    config = configured(world, f"cold_start.teacher={endpoint}", "cold_start.teacher_model=large")
+    data = config.model_dump(exclude_none=True)
+    [first] = data["environment"]
+    data["environment"] = [first, {**first, "kwargs": {**first["kwargs"], "max_turns": 2}}]
+    mixture = RunConfig.model_validate(data)
+    episodes, counts = demonstrate(mixture, tmp_path / "teacher")
+    assert [episode.environment for episode in episodes] == [0, 0, 0]
+    assert dict(counts) == {"played": 8, "right": 3}
+    data["cold_start"]["teacher"] = f"recorded:{tmp_path / 'teacher'}"
+    assert demonstrate(RunConfig.model_validate(data)) == (episodes, counts)
+    # A run that is no teacher's: where the question is asked and the answer paid.
+    data["environment"].reverse()
+    base = ["--data", str(world / "train.jsonl"), "--corpus", str(world / "corpus.jsonl")]
+    ask = ["--endpoint", endpoint, "--endpoint-model", "large", "--env-arg", "topk=1"]
+    assert bench.main([*base, *ask, "--out", str(tmp_path / "played")]) == 0
+    data["cold_start"]["teacher"] = f"recorded:{tmp_path / 'played'}"
+    episodes, counts = demonstrate(RunConfig.model_validate(data))
+    assert [episode.environment for episode in episodes] == [1, 1, 1]
+    assert dict(counts) == {"played": 4, "right": 3}
+
+
+def broken(episode: Any) -> float:
+    raise ZeroDivisionError("nobody knows")
+
+
+def judged_by_mood(episode: Any) -> float:
+    if "Vistula" in episode.answer:
+        raise ZeroDivisionError("nobody knows")
+    return 1.0
+
+
+def test_an_environment_that_breaks_fails_its_episode_only(world: Path) -> None:
+    def rewarded(name: str) -> list[Episode]:
+        config = configured(world).model_dump(exclude_none=True)
+        config["environment"][0]["kwargs"]["reward"] = f"{__name__}:{name}"
+        episodes, counts = demonstrate(RunConfig.model_validate(config))
+        assert dict(counts) == {"played": 3, "right": 2, "failed": 1, "unknown": 1}
+        return episodes
+
+    assert {episode.gold_answer for episode in rewarded("judged_by_mood")} == {"Rimac", "Niger"}
+    with pytest.raises(UserError, match=r"failed 3.*the first failure: RewardError: .*nobody knows"):
+        rewarded("broken")
 
 
 def test_a_recording_that_goes_another_way_teaches_nothing(
