@@ -56,10 +56,13 @@ class BroadcastCarrier:
                 self._broadcast(server, group, [tensor for _, tensor in bucket], request)
             if session:
                 server.end_update()
-        except BaseException:
+        except BaseException as error:
             # A collective that broke off in the middle cannot be taken up again.
             self.forget(server.url)
-            raise
+            if isinstance(error, EngineError) or not isinstance(error, RuntimeError | TimeoutError):
+                raise
+            reason = str(error) or type(error).__name__
+            raise EngineError(f"{server.url}: the weights did not go over: {reason}") from error
 
     def forget(self, url: str) -> None:
         """Leave the group with a server that is gone."""

@@ -70,6 +70,35 @@ def test_a_broadcast_is_framed_where_the_server_has_sessions(
         server.close()
 
 
+@pytest.mark.parametrize(
+    ("broken", "said"), [(RuntimeError("closed by peer"), "closed by peer"), (TimeoutError(), "TimeoutError")]
+)
+def test_a_collective_that_breaks_off_is_the_engines_failure(
+    folder: Path, tmp_path: Path, broken: Exception, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that cannot be taken back is asked again later; what waits for it must not die of another error."""
+    monkeypatch.setattr("agent.engines.sglang.BroadcastCarrier", Quiet)
+    model = make_model()
+    server = FakeSGLang(folder, True)
+    try:
+        with training([server], tmp_path, model, weights="distributed") as engine:
+
+            def fail(*arguments: Any) -> None:
+                raise broken
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Quiet, "_broadcast", fail)
+                engine.pool.lose(engine.pool.members[0], "gone")
+                assert not engine.pool.take_back(engine.pool.members[0])
+                assert f"did not go over: {said}" in engine.pool.losses()
+            assert engine.pool.take_back(engine.pool.members[0])
+            monkeypatch.setattr(Quiet, "_broadcast", fail)
+            with pytest.raises(EngineError, match="did not go over"):
+                engine.load_weights(model, 1)
+    finally:
+        server.close()
+
+
 def test_settings_that_make_no_sense() -> None:
     for wrong in (
         {"urls": ("host:1",)},
