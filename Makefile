@@ -18,13 +18,15 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
 	@echo "make train       set up, train the default recipe (about 10 minutes on 2 cores), show the result"
-	@echo "make test        set up, lint, type-check and run the tests"
+	@echo "make setup       set up only: the virtual environment $(VENV) (make clean removes it)"
+	@echo "make test        set up, lint, type-check and run the tests; make lint: without the tests"
 	@echo "make sglang-env  set up SGLang in an environment of its own, for a CPU: --engine sglang --launch, and its tests"
 	@echo "make bench       score the newest run on the embedded held-out benchmarks"
 	@echo "make cold-start  rebuild the cold-start model that comes with the package"
 	@echo "make gemma-cold-start DATA=FOLDER  Gemma 3 270M imitates the expert on real questions (one core)"
 	@echo "make gemma-gpu DATA=FOLDER  the same on a GPU, then 50 steps of MemPO and 50 of GRPO from one cold start"
 	@echo "make sglang-client  what the SGLang client costs, on a server that it starts"
+	@echo "make bench-evaluation  what of an evaluation's time is not the model's"
 	@echo "make results     the figures of docs/results.md: 3 seeds and the good-habit reference"
 	@echo "make ablation    every algorithm of the family, 5 paired seeds (hours); make ablation-short: one short seed each"
 	@echo "Arguments go through ARGS, e.g. make train ARGS='--seed 1 --set steps=40'"
