@@ -137,6 +137,18 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     return target
 
 
+def merge_adapters(model: Any) -> Any:
+    """The model below LoRA adapters, with them in its weights, as trainable as one without a past.
+
+    Raises:
+        ValueError: a merged weight is not finite.
+    """
+    merged = model.merge_and_unload(safe_merge=True)
+    for parameter in merged.parameters():  # adapters froze what lies below them
+        parameter.requires_grad_(parameter.is_floating_point())
+    return merged
+
+
 def _flush(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -209,7 +221,7 @@ def _load_adapter(path: Path, dtype: torch.dtype, device: str | torch.device) ->
     loaded = load_model(base, dtype, device)
     try:
         wrapped: Any = peft.PeftModel.from_pretrained(loaded.model, str(path), torch_device=str(device))
-        merged = wrapped.merge_and_unload(safe_merge=True)
+        merged = merge_adapters(wrapped)
     except (ValueError, RuntimeError, KeyError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"adapters {str(path)!r} do not fit {base!r}: {reason}") from error

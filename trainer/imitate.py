@@ -32,7 +32,7 @@ import torch
 from rich.console import Console
 
 from agent.engines.local import LocalEngine
-from agent.models import LoadedModel, load_model, save_model
+from agent.models import LoadedModel, load_model, merge_adapters, save_model
 from agent.prompts import PromptBuilder, WindowExceeded
 from envs.errors import UserError
 from trainer.config import RunConfig, load_config, recipe_names, write_config
@@ -210,7 +210,7 @@ def imitate(
         )
     model.eval()
     if hasattr(model, "merge_and_unload"):
-        model = model.merge_and_unload()
+        model = merge_adapters(model)
     return LoadedModel(model, policy.tokenizer, f"{policy.name}-imitation")
 
 

@@ -113,6 +113,7 @@ def test_adapters_load_as_a_model(tokenizer: Any, tmp_path: Path) -> None:
     loaded = load_model(tmp_path / "adapters")
     assert not isinstance(loaded.model, peft.PeftModel) and loaded.name == "adapters"
     torch.testing.assert_close(last_logits(loaded.model, loaded.tokenizer), expected, rtol=1e-4, atol=1e-4)
+    assert all(parameter.requires_grad for parameter in loaded.model.parameters())  # a run can start with it
 
     (tmp_path / "adapters" / "adapter_model.safetensors").rename(tmp_path / "adapters" / "adapter_model.bin")
     with pytest.raises(UserError, match="pickle"):

@@ -26,7 +26,8 @@ from trainer.algorithm import OptimizerConfig
 from trainer.config import RunConfig, load_config
 from trainer.demonstrations import demonstrate, read_demonstrations, write_demonstrations
 from trainer.forward import Forward
-from trainer.imitate import ImitationRows, main, step
+from trainer.imitate import ImitationRows, imitate, main, step
+from trainer.learner import Learner
 from trainer.optimizers import build_optimizer
 from trainer.row import Row
 from trainer.teacher import Episode
@@ -259,6 +260,16 @@ def test_it_learns_to_play_and_a_training_run_starts_with_it(world: Path, tmp_pa
     kept = load_model(tmp_path / "run" / "cold_start")
     assert kept.fingerprint != load_model(world / "model").fingerprint
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text())["step"] == 1
+
+
+def test_adapters_leave_a_model_that_can_be_trained_as_a_whole(world: Path) -> None:
+    """As one that is loaded from the disk, which is what a resumed run starts with."""
+    config = configured(world, "cold_start.steps=1", "evaluation.every=0")
+    assert config.cold_start.lora is not None and config.learner.lora is None
+    trained = imitate(load_model(world / "model"), [EPISODE], config)
+    assert all(parameter.requires_grad for parameter in trained.model.parameters())
+    learner = Learner(trained.model, config.learner)
+    assert learner.optimizer.parameters.keys() == dict(trained.model.named_parameters()).keys()
 
 
 class Endpoint(BaseHTTPRequestHandler):
