@@ -15,6 +15,8 @@ from envs.base import MemoryEnv
 from envs.check import CheckFailed, check_env
 from envs.errors import UserError
 from envs.registry import list_ids, make, spec
+from envs.retrieval.base import RetrievalError
+from envs.rewards import RewardError
 from envs.skeleton import write_skeleton
 
 
@@ -22,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit code: 0, 1 when a check failed, 2 for bad input.
+        The exit code: 0, 1 when a check failed or a server is down, 2 for bad input.
     """
     options = _parser().parse_args(arguments)
     # Modules of the user's own (`check module:ns/Name-v0`) lie where the command is given.
@@ -35,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except (RetrievalError, RewardError) as error:  # a search or a judge that is down
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except (KeyboardInterrupt, EOFError):
         print()
         return 0

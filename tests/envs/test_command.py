@@ -46,6 +46,23 @@ def test_a_person_can_play(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert "answer after 3 turns: reward=1 em=1" in out and out.endswith(f"right: {word}\n")
 
 
+@pytest.mark.parametrize(
+    ("setting", "action"),
+    [
+        ("retriever=http://127.0.0.1:9/retrieve", "search x"),
+        ("reward={judge={url='http://127.0.0.1:9',form='json',attempts=1}}", "answer x"),
+    ],
+)
+def test_a_server_that_is_down_is_one_line(
+    setting: str, action: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = iter(["", action])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    assert main(["play", "mempo/SearchQA-v0", "--set", setting]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "127.0.0.1:9" in error and error.count("\n") == 1
+
+
 def test_several_arguments_and_the_end_of_input(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
