@@ -58,7 +58,7 @@ def _digest(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         print("usage: python -m benchmarks.gemma FOLDER", file=sys.stderr)
         sys.exit(2)
     try:
