@@ -62,8 +62,9 @@ def demonstrate(config: RunConfig, folder: Path | None = None) -> tuple[list[Epi
 
     Returns:
         Right episodes, and how many were ``played``, ``right``, and left out because nobody knows the
-        searches (``unknown``), because the episode went another way here (``different``) or because the
-        environment broke (``failed``: a search or a judge that is down).
+        searches (``unknown``), because the episode went another way here (``different``), because a
+        right one has no memory at all (``without_memory``; the expert always has) or because the environment
+        broke (``failed``: a search or a judge that is down).
 
     Raises:
         UserError: an unknown teacher, a source that is not there, not one right episode.
@@ -212,7 +213,11 @@ def _replayed(
             if kept:
                 break
         counts.update(outcome)
-        episodes += kept
+        # A right answer without a memory shows the student the one habit that it is here to lose.
+        remembered = [episode for episode in kept if any(memory is not None for memory in episode.memories)]
+        if len(remembered) < len(kept):
+            counts["without_memory"] += len(kept) - len(remembered)
+        episodes += remembered
     return episodes
 
 

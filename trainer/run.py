@@ -291,6 +291,8 @@ def _choose(options: argparse.Namespace) -> tuple[Path, RunConfig, bool]:
 def _where(options: argparse.Namespace) -> list[str]:
     """Overrides that say where tokens come from; servers that are named replace a launched one, and it them."""
     found = []
+    if options.engine == "local" and (options.server or options.launch):
+        raise UserError("--engine local samples in this process: leave out --server and --launch")
     engine = options.engine or ("sglang" if options.server or options.launch else None)
     if engine is not None:
         found.append(f"rollout.engine={engine}")

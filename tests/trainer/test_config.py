@@ -202,6 +202,7 @@ def test_missing_data_and_a_malformed_row_are_named(
         (["--engine", "sglang"], "no server is named: give rollout.sglang.urls (--server URL)"),
         (["--server", "localhost:30000"], "'localhost:30000' is no address; http://host:port is needed"),
         (["--server", "http://a:1", "--launch"], "launch starts a server of its own: give no urls with it"),
+        (["--engine", "local", "--server", "http://a:1"], "leave out --server and --launch"),
         (["--set", "rollout.sglang.pause=1"], "unknown key 'rollout.sglang.pause'"),
         (["--server", "http://127.0.0.1:9"], "no SGLang server at http://127.0.0.1:9"),
         (["--launch", "--set", "rollout.sglang.python=/nowhere/python"], "`make sglang-env` makes SGLang's"),

@@ -276,6 +276,8 @@ class Endpoint(BaseHTTPRequestHandler):
     """Chat completions of a model that knows the facts, but not Mali's; the stop string is cut off."""
 
     asked: list[dict[str, Any]] = []
+    forgetful = ""
+    """Country of which it writes nothing down."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -289,6 +291,8 @@ class Endpoint(BaseHTTPRequestHandler):
             said = f"<mem>going on</mem><search>capital of {country}"
             if f"is {capital}" in seen:
                 said = f"<mem>{capital}</mem><search>{capital} is on"
+        if country == self.forgetful:
+            said = said[said.index("</mem>") + len("</mem>") :]
         data = json.dumps(
             {
                 "choices": [{"message": {"content": said}, "finish_reason": "stop"}],
@@ -336,6 +340,16 @@ def test_a_large_model_behind_an_endpoint_teaches(world: Path, tmp_path: Path, e
     assert len(Endpoint.asked) == asked
     recorded, counts = demonstrate(configured(world, f"cold_start.teacher=recorded:{out / 'teacher'}"))
     assert recorded == episodes and counts["played"] == 4 and counts["right"] == 3
+
+
+def test_a_right_answer_without_a_memory_is_not_imitated(
+    world: Path, tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Endpoint, "forgetful", "Peru")
+    more = [f"cold_start.teacher={endpoint}", "cold_start.teacher_model=large"]
+    episodes, counts = demonstrate(configured(world, *more), tmp_path / "teacher")
+    assert sorted(episode.gold_answer for episode in episodes) == ["Darsait", "Vistula"]
+    assert dict(counts) == {"played": 4, "right": 3, "without_memory": 1}
 
 
 def test_episodes_go_to_the_environment_that_they_were_played_in(
