@@ -98,7 +98,7 @@ def report(results: dict[str, list[dict[str, Any]]]) -> str:
     ]
     for arm, runs in results.items():
         scores = [run["summary"]["trained"]["2"]["f1"] for run in runs]
-        pairs = zip(scores, results.get("tiny", runs), strict=False)
+        pairs = zip(scores, results.get("tiny", []), strict=False)
         less = [score - base["summary"]["trained"]["2"]["f1"] for score, base in pairs]
         gains = [
             run["summary"]["trained"]["2"]["f1"] - run["summary"]["cold_start"]["2"]["f1"] for run in runs
@@ -106,7 +106,7 @@ def report(results: dict[str, list[dict[str, Any]]]) -> str:
         minutes = [sum(run["seconds"]) / 60 for run in runs]
         four = [run["summary"]["trained"].get("4", {}).get("f1", float("nan")) for run in runs]
         lines.append(
-            f"| {NAMES.get(arm, arm)} | {_spread(scores)} | {'-' if arm == 'tiny' else _spread(less)} "
+            f"| {NAMES.get(arm, arm)} | {_spread(scores)} | {'-' if arm == 'tiny' or not less else _spread(less)} "
             f"| {_spread([run['summary']['trained']['2']['greedy_f1'] for run in runs])} | {_spread(four)} "
             f"| {fmean(run['summary']['trained']['2']['total_tokens'] for run in runs):.0f} "
             f"| {fmean(run['frozen']['before'] for run in runs):.3f} -> "

@@ -36,6 +36,7 @@ def test_table_pairs_runs_by_seed_and_divides_gains_by_minutes_of_training() -> 
     assert cells[0][8:] == ["0.075 ± 0.106", "700"]
     assert cells[1][:3] == ["mempo", "0.750 ± 0.071", "-"]
     assert cells[1][8] == "0.125 ± 0.106"  # 0.2 in one minute, 0.1 in two
+    assert report({"grpo": grpo}).splitlines()[2].split("|")[3].strip() == "-"  # nothing to compare with
 
 
 def test_curves_against_time_are_interpolated_between_the_ends_of_steps() -> None:
