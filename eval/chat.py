@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import gymnasium as gym
 import httpx
 
+from agent.engines.replies import error_message
 from agent.rollout import EpisodeError, SeedKey
 from agent.seeds import derive
 from envs.errors import UserError
@@ -284,24 +285,6 @@ def read_reply(answer: httpx.Response) -> Reply:
         prompt_tokens=_whole(usage.get("prompt_tokens")),
         completion_tokens=_whole(usage.get("completion_tokens")),
     )
-
-
-def error_message(answer: httpx.Response) -> str:
-    """What went wrong, out of the forms that providers use; one line, at most 300 characters."""
-    try:
-        data: Any = answer.json()
-    except ValueError:
-        data = answer.text
-    for _ in range(4):
-        if isinstance(data, list) and data:
-            data = data[0]
-        elif isinstance(data, Mapping):
-            data = next(
-                (data[k] for k in ("error", "message", "detail", "msg", "title") if data.get(k)), str(data)
-            )
-        else:
-            break
-    return " ".join(str(data).split())[:300] or "empty reply"
 
 
 def retry_after(headers: Mapping[str, str], now: float, body: str = "") -> float | None:

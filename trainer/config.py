@@ -7,6 +7,7 @@ written beside every run, so that a run can be repeated from its own folder.
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -258,6 +259,13 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         _apply_override(data, override)
     return validate_config(data, where=f"recipe {recipe!r}")
+
+
+def flag_overrides(values: Mapping[str, Any]) -> list[str]:
+    """Overrides out of command-line flags, by the key that each is short for; None for one that was not given."""
+    return [
+        f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items() if value is not None
+    ]
 
 
 def validate_config(data: Mapping[str, Any], where: str) -> RunConfig:

@@ -35,7 +35,7 @@ from agent.engines.local import LocalEngine
 from agent.models import LoadedModel, load_model, merge_adapters, save_model
 from agent.prompts import PromptBuilder, WindowExceeded
 from envs.errors import UserError
-from trainer.config import RunConfig, load_config, recipe_names, write_config
+from trainer.config import RunConfig, flag_overrides, load_config, recipe_names, write_config
 from trainer.demonstrations import FILE, demonstrate, write_demonstrations
 from trainer.forward import Forward, silence_dropout
 from trainer.optimizers import OptimizerSet, build_optimizer
@@ -273,17 +273,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     overrides = ["cold_start.source=imitate", *options.set]
-    for value, key in (
-        (options.model, "model.path"),
-        (options.data, "environment.0.kwargs.tasks"),
-        (options.corpus, "environment.0.kwargs.retriever"),
-        (options.eval_data, "evaluation.tasks"),
-        (options.teacher, "cold_start.teacher"),
-        (options.teacher_model, "cold_start.teacher_model"),
-        (options.seed, "seed"),
-    ):
-        if value is not None:
-            overrides.append(f"{key}={json.dumps(value, ensure_ascii=False)}")
+    overrides += flag_overrides(
+        {
+            "seed": options.seed,
+            "model.path": options.model,
+            "environment.0.kwargs.tasks": options.data,
+            "environment.0.kwargs.retriever": options.corpus,
+            "evaluation.tasks": options.eval_data,
+            "cold_start.teacher": options.teacher,
+            "cold_start.teacher_model": options.teacher_model,
+        }
+    )
     console = Console(stderr=True)
     try:
         config = load_config(options.recipe, overrides)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -17,19 +17,23 @@ Rows = Sequence[Mapping[str, Any]]
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's, told apart also without seeing red or green."""
 
-PANELS = (
+Panel = tuple[str, Mapping[str, str], tuple[float, float] | None]
+"""Title, metric by name with its label, limits of the axis."""
+
+PANELS: tuple[Panel, ...] = (
     ("outcome", {"reward/mean": "reward", "score/em": "EM", "score/f1": "F1"}, (0.0, 1.0)),
     ("memory", {"memory/p_mem": "P_mem", "memory/p_full": "P_full", "memory/r_mem": "R_M"}, None),
     ("tokens an episode", {"tokens/total": "total", "tokens/peak": "peak"}, None),
 )
-"""What a run's picture shows: title, metric by name with its label, limits of the axis."""
+"""What a run's picture shows."""
 
 
-IMITATION = (
+_MEASURED = {"validation/valid_turns": "valid turns", "validation/em": "EM", "validation/f1": "F1"}
+IMITATION: tuple[Panel, ...] = (
     ("loss, nats a token", {"loss": "teacher's words"}, None),
     (
         "greedy, held-out questions",
-        {"validation/valid_turns": "valid turns", "validation/em": "EM", "validation/f1": "F1"},
+        _MEASURED,
         (0.0, 1.0),
     ),
 )
@@ -37,26 +41,12 @@ IMITATION = (
 
 
 def plot_imitation(rows: Rows, path: str | Path, title: str = "") -> None:
-    """A supervised start: loss by step (raw behind smoothed), and what was measured on held-out questions.
+    """A supervised start: loss by step (raw behind smoothed), and what was measured on held-out questions now and then.
 
     Raises:
         ValueError: no rows.
     """
-    if not rows:
-        raise ValueError("no rows: nothing to draw")
-    figure, axes = _figure(len(IMITATION), title)
-    for axis, (name, metrics, limits) in zip(axes, IMITATION, strict=True):
-        for colour, (key, label) in zip(COLOURS, metrics.items(), strict=False):
-            steps, values = series(rows, key)
-            if not steps:
-                continue
-            if key == "loss":
-                axis.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
-                axis.plot(steps, smooth(values, 0.9), color=colour, linewidth=2, label=label)
-            else:
-                axis.plot(steps, values, "o-", color=colour, linewidth=2, markersize=4, label=label)
-        _finish(axis, name, limits)
-    _save(figure, path)
+    _plot_panels(rows, IMITATION, path, title, weight=0.9, rare=_MEASURED)
 
 
 def plot_run(rows: Rows, path: str | Path, title: str = "") -> None:
@@ -65,16 +55,31 @@ def plot_run(rows: Rows, path: str | Path, title: str = "") -> None:
     Raises:
         ValueError: no rows.
     """
+    _plot_panels(rows, PANELS, path, title)
+
+
+def _plot_panels(
+    rows: Rows,
+    panels: Sequence[Panel],
+    path: str | Path,
+    title: str,
+    weight: float = 0.7,
+    rare: Collection[str] = (),
+) -> None:
+    """Panels side by side; ``rare`` metrics are points on a line, the others smoothed."""
     if not rows:
         raise ValueError("no rows: nothing to draw")
-    figure, axes = _figure(len(PANELS), title)
-    for axis, (name, metrics, limits) in zip(axes, PANELS, strict=True):
+    figure, axes = _figure(len(panels), title)
+    for axis, (name, metrics, limits) in zip(axes, panels, strict=True):
         for colour, (key, label) in zip(COLOURS, metrics.items(), strict=False):
             steps, values = series(rows, key)
             if not steps:
                 continue
-            axis.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
-            axis.plot(steps, smooth(values), color=colour, linewidth=2, label=label)
+            if key in rare:
+                axis.plot(steps, values, "o-", color=colour, linewidth=2, markersize=4, label=label)
+            else:
+                axis.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
+                axis.plot(steps, smooth(values, weight), color=colour, linewidth=2, label=label)
         _finish(axis, name, limits)
     _save(figure, path)
 

@@ -39,7 +39,7 @@ from agent.models import LoadedModel, load_model, save_model
 from envs.errors import UserError
 from eval.runner import Progress
 from trainer.checkpoint import CheckpointStore, restore_rng
-from trainer.config import RunConfig, load_config, recipe_names, write_config
+from trainer.config import RunConfig, flag_overrides, load_config, recipe_names, write_config
 from trainer.imitate import start_by_imitation
 from trainer.learner import Learner, NonFiniteError
 from trainer.loop import Run, train
@@ -260,16 +260,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _choose(options: argparse.Namespace) -> tuple[Path, RunConfig, bool]:
     """Folder and configuration of the run, and whether it goes on with an earlier one."""
-    overrides = list(options.set)
-    for flag, key in (
-        (options.seed, "seed"),
-        (options.model, "model.path"),
-        (options.data, "environment.0.kwargs.tasks"),
-        (options.corpus, "environment.0.kwargs.retriever"),
-        (options.eval_data, "evaluation.tasks"),
-    ):
-        if flag is not None:
-            overrides.append(f"{key}={json.dumps(flag, ensure_ascii=False)}")
+    overrides = list(options.set) + flag_overrides(
+        {
+            "seed": options.seed,
+            "model.path": options.model,
+            "environment.0.kwargs.tasks": options.data,
+            "environment.0.kwargs.retriever": options.corpus,
+            "evaluation.tasks": options.eval_data,
+        }
+    )
     if options.resume is not None:
         if overrides or options.out is not None:
             raise UserError(

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from agent.engines.base import EngineError
+from agent.engines.replies import error_message
 
 _CONNECT = 10.0
 KEY_VARIABLE = "SGLANG_API_KEY"
@@ -216,26 +217,8 @@ def key_header() -> dict[str, str]:
 
 
 def explain(answer: httpx.Response) -> str:
-    """One line from an answer that is no success, whichever of SGLang's forms it has.
-
-    ``{"object": "error", "message": ...}``, ``{"error": {"message": ...}}``, ``{"error": "..."}``,
-    ``{"detail": ...}`` (a string, or pydantic's list), ``{"success": false, "message": ...}``, or plain text.
-    """
-    try:
-        found: Any = answer.json()
-    except ValueError:
-        found = answer.text
-    for _ in range(4):
-        if isinstance(found, list) and found:
-            found = found[0]
-        elif isinstance(found, Mapping):
-            found = next(
-                (found[key] for key in ("error", "message", "detail", "msg") if found.get(key)), str(found)
-            )
-        else:
-            break
-    message = " ".join(str(found).split())[:400] or answer.reason_phrase
-    return f"status {answer.status_code}: {message}"
+    """One line from an answer that is no success."""
+    return f"status {answer.status_code}: {error_message(answer)}"
 
 
 def _check_success(url: str, path: str, answer: httpx.Response) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 
 from agent.engines.base import Completion, EngineError, FinishReason, GenerationRequest, check_request
+from agent.engines.replies import error_message
 from envs.errors import UserError
 
 KEY_VARIABLE = "VLLM_API_KEY"
@@ -122,7 +123,7 @@ class VLLMEngine:
         except httpx.HTTPError as error:
             raise UserError(f"no vLLM server at {self.url}: {error or type(error).__name__}") from None
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"{self.url} does not answer as a vLLM server: {_message(answer)}") from None
+            raise UserError(f"{self.url} does not answer as a vLLM server: {error_message(answer)}") from None
         name = wanted if wanted is not None else (next(iter(models)) if len(models) == 1 else "")
         if name not in models:
             raise UserError(f"{self.url} serves {', '.join(models) or 'no model'}; name one of them")
@@ -169,7 +170,7 @@ class VLLMEngine:
                     return answer.json()
                 except ValueError as error:
                     raise EngineError(f"{self.url} answers something that is no JSON") from error
-            failure = f"status {answer.status_code}: {_message(answer)}"
+            failure = f"status {answer.status_code}: {error_message(answer)}"
             if answer.status_code not in _BUSY:
                 raise EngineError(f"{self.url} refuses the request, {failure}")
         raise EngineError(f"{self.url} gave no answer in {self._attempts} attempts; the last: {failure}")
@@ -243,15 +244,3 @@ def read_completion(data: Any) -> Completion:
 def _key() -> dict[str, str]:
     key = os.environ.get(KEY_VARIABLE)
     return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def _message(answer: httpx.Response) -> str:
-    """One line out of ``{"error": {"message"}}``, ``{"message"}``, ``{"detail"}`` or plain text."""
-    try:
-        data: Any = answer.json()
-    except ValueError:
-        data = answer.text
-    for _ in range(3):
-        if isinstance(data, dict):
-            data = next((data[key] for key in ("error", "message", "detail") if data.get(key)), str(data))
-    return " ".join(str(data).split())[:300] or "an empty answer"

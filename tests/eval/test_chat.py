@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from agent.engines.replies import error_message
 from envs.errors import UserError
-from eval.chat import ChatPlayer, Endpoint, close_action, error_message, read_reply, retry_after
+from eval.chat import ChatPlayer, Endpoint, close_action, read_reply, retry_after
 from eval.runner import evaluate
 from tests.eval.conftest import FACTS, LOOKUP, TASKS
 
