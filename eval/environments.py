@@ -36,11 +36,11 @@ def pin(env: gym.Env[str, str], task: Task) -> gym.Env[str, str]:
     """Make the next resets of `env` play `task`, whatever they would have drawn.
 
     The environment draws the task itself, as it did for `drawn_task` or by its id, because drawing may also set up the
-    episode (a house, drawers, pieces of a text). A task that it cannot draw is played as it is. The generator that the
-    environment uses later is left alone.
+    episode (a house, drawers, pieces of a text). A task from elsewhere that it cannot draw is played as it is. The
+    generator that the environment uses later is left alone.
 
     Raises:
-        UserError: not an environment of ours.
+        UserError: not an environment of ours. At the reset: a task that this environment drew, and does not draw again.
     """
     base = _base(env)
     draw = type(base).draw_task
@@ -50,7 +50,12 @@ def pin(env: gym.Env[str, str], task: Task) -> gym.Env[str, str]:
             with contextlib.suppress(UserError):
                 found = draw(base, np_random(seed)[0], named)
                 if (found.id, found.questions, found.golds) == (task.id, task.questions, task.golds):
-                    break
+                    return task
+        if DRAWN in task.metadata:
+            raise UserError(
+                f"{type(base).__name__}: task {task.id!r} was drawn with {task.metadata[DRAWN]} and is not drawn by it "
+                "again: draw_task must take everything from the generator and the options that it is given"
+            )
         return task
 
     base.draw_task = same_task  # type: ignore[method-assign]

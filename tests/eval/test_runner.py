@@ -213,6 +213,28 @@ class Drawers(MemoryEnv):
 register("mempotest/Drawers-v0", "tests.eval.test_runner:Drawers")
 
 
+class Forgetting(Drawers):
+    """Draws from what it has drawn before, which no seed repeats."""
+
+    drawn = 0
+
+    def draw_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
+        type(self).drawn += 1
+        return super().draw_task(rng, {"index": self.drawn})
+
+
+register("mempotest/Forgetting-v0", "tests.eval.test_runner:Forgetting")
+
+
+def test_a_task_that_is_not_drawn_again_is_refused_and_not_played_in_another_state() -> None:
+    [task] = draw_tasks("mempotest/Forgetting-v0", {}, 1)
+    env = pin(gym.make("mempotest/Forgetting-v0", disable_env_checker=True), task)
+    with pytest.raises(
+        UserError, match=r"Forgetting: task 'drawer/1' was drawn with .* is not drawn by it again"
+    ):
+        env.reset(seed=0)
+
+
 class Opening:
     """Opens the drawer and says what it saw."""
 
