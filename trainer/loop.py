@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from agent.engines.base import TrainableEngine
+from agent.engines.base import EngineError, TrainableEngine
 from agent.memory_score import MemoryScore, MemoryScorer
 from agent.prompts import PromptBuilder
 from agent.rollout import Limits, RolloutReport, Sampling, collect_groups
@@ -106,7 +106,11 @@ def roll_out(
     run: Run, draws: Sequence[Draw], step: int, dropped: Counter[str], attempt: int = 0
 ) -> list[tuple[int, Group]]:
     """One group of episodes for each question, with its environment; one whose machinery failed is left out and
-    counted."""
+    counted.
+
+    Raises:
+        EngineError: the engine failed all groups of a step, which is then better done again than left empty.
+    """
     settings = run.config.rollout
     limits = Limits(settings.step_seconds, settings.request_seconds, settings.episode_seconds)
     environments = sorted({draw.environment for draw in draws})
@@ -134,6 +138,8 @@ def roll_out(
     played = asyncio.run(play())
     for _, report in played:
         dropped.update(report.dropped)
+    if attempt == 0 and dropped["engine"] == len(draws):
+        raise EngineError(next(error for _, report in played for error in report.errors))
     return [
         (index, group) for index, (groups, _) in zip(environments, played, strict=True) for group in groups
     ]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from agent.engines.base import EngineError
 from agent.rollout import Limits, RolloutReport
 from agent.trajectory import Group, Trajectory, Turn
 from envs.tasks.task import Task
@@ -81,11 +82,12 @@ def test_rollouts_get_their_limits_and_come_back_with_their_environment(
 ) -> None:
     """Two environments, each under its own rules; a group that failed is counted."""
     asked: dict[str, Any] = {}
+    failing = {"engine": 1}
 
     async def collect_groups(tasks: Any, make_env: Any, engine: Any, prompts: str, **settings: Any) -> Any:
         asked[prompts] = (tasks, settings["limits"], settings["samples"], settings["step"], settings["draw"])
         return [group(task.id, 0, 1) for task in tasks if task.id != "c"], RolloutReport(
-            dropped=Counter(timeout=1)
+            dropped=Counter(failing), errors=["the engine went away"]
         )
 
     monkeypatch.setattr(loop, "collect_groups", collect_groups)
@@ -97,6 +99,11 @@ def test_rollouts_get_their_limits_and_come_back_with_their_environment(
     dropped: Counter[str] = Counter()
     played = loop.roll_out(run, draws, 3, dropped, 2)
     assert [(index, group.task.id) for index, group in played] == [(0, "b"), (1, "a")]
-    assert dropped == {"timeout": 2}
+    assert dropped == {"engine": 2}
     assert asked["one"] == ([tasks["b"]], Limits(5.0, None, 60.5), 16, 3, 2)
     assert asked["two"][0] == [tasks["a"], tasks["c"]]
+
+    failing["engine"] = 2
+    with pytest.raises(EngineError, match="the engine went away"):
+        loop.roll_out(run, draws[:2] + draws[:2], 3, Counter())
+    assert len(loop.roll_out(run, draws, 3, Counter(), attempt=1)) == 2  # the step has others
