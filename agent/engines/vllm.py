@@ -87,13 +87,19 @@ class VLLMEngine:
 
         Raises:
             EngineError: the server stayed away, or answered something else than it should.
-            UserError: a temperature whose log-probs this server does not give (see ``exact_logprobs``).
+            UserError: a temperature whose log-probs this server does not give (see ``exact_logprobs``), or a token
+                that the model here does not have.
             ValueError: a request that no engine takes (`check_request`).
         """
         check_request(request, self._vocab_size, self._max_context)
         if self._exact and request.temperature not in (0.0, 1.0):
             await self._need_scaled(request.prompt_ids)
-        return read_completion(await self._post(body_of(request, self.model, self._max_context)))
+        found = read_completion(await self._post(body_of(request, self.model, self._max_context)))
+        if found.ids and not 0 <= min(found.ids) <= max(found.ids) < self._vocab_size:
+            raise UserError(
+                f"{self.url} sampled a token outside 0..{self._vocab_size - 1}: it serves another model than this one"
+            )
+        return found
 
     def load_weights(self, source: Any, version: int) -> None:
         """Refuses.
@@ -108,9 +114,10 @@ class VLLMEngine:
         return f"vllm:{self.model}"
 
     async def close(self) -> None:
-        if self._client is not None:
-            await self._client.aclose()
-            self._client = None
+        client, self._client = self._client, None
+        # What another loop opened ended with it, and cannot be closed in this one.
+        if client is not None and self._loop is asyncio.get_running_loop():
+            await client.aclose()
 
     def _find(self, wanted: str | None) -> tuple[str, int]:
         """Name and window of the model that is asked."""

@@ -23,6 +23,7 @@ from agent.tiny import build_tokenizer
 from envs.errors import UserError
 from envs.registry import make
 from eval import bench
+from tests.envs.servers import Asked, Reply, json_reply, serving
 
 SHIPPED = Path(__file__).parents[2] / "trainer" / "assets" / "tiny-cold-start"
 LOGITS = [0.0, 1.0, 3.0, -2.0]
@@ -212,6 +213,9 @@ def test_window_and_version_are_the_servers() -> None:
     for bad in ((), (4,), (-1,), tuple([1] * 64)):
         with pytest.raises(ValueError, match="prompt"):
             asyncio.run(found.generate(GenerationRequest(bad, seed=0)))
+    foreign = httpx.Response(200, json=_changed(token_ids=[2, 4]))
+    with pytest.raises(UserError, match=r"a token outside 0\.\.3: it serves another model"):
+        generate(Server(queue=[foreign]), REQUEST)
 
 
 @pytest.mark.parametrize("processed", [False, True])
@@ -244,6 +248,29 @@ def test_the_mode_is_asked_for_once() -> None:
 
     asyncio.run(many())
     assert len(server.asked) == 7
+
+
+def test_an_engine_lives_through_one_event_loop_after_another_and_ends_in_none_of_them() -> None:
+    """As in a training run: a loop for each step, one more to close the engine."""
+
+    def answer(asked: Asked) -> Reply:
+        return json_reply(ANSWER if asked.body else MODELS)
+
+    with serving(answer, keep_alive=True) as server:
+        found = VLLMEngine(server.url, 4)
+        for _ in range(2):
+            assert asyncio.run(found.generate(REQUEST)).ids == (2, 3)
+        asyncio.run(found.close())
+        assert asyncio.run(found.generate(REQUEST)).ids == (2, 3)
+
+    async def in_one() -> None:
+        engine = VLLMEngine(server.url, 4)
+        await engine.generate(REQUEST)
+        await engine.close()
+        assert engine._client is None
+
+    with serving(answer, keep_alive=True) as server:
+        asyncio.run(in_one())
 
 
 def test_a_busy_or_absent_server_is_asked_again(pauses: list[float]) -> None:

@@ -56,12 +56,17 @@ class Server:
 
 @contextmanager
 def serving(
-    answer: Callable[[Asked], Reply], host: str = "127.0.0.1", tls: ssl.SSLContext | None = None
+    answer: Callable[[Asked], Reply],
+    host: str = "127.0.0.1",
+    tls: ssl.SSLContext | None = None,
+    keep_alive: bool = False,
 ) -> Iterator[Server]:
-    """A server that answers as ``answer`` says, on a free port."""
+    """A server that answers as ``answer`` says, on a free port; connections end with their answer, or are kept."""
     asked: list[Asked] = []
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1" if keep_alive else "HTTP/1.0"
+
         def _serve(self) -> None:
             address = urlsplit(self.path)
             query = {
