@@ -164,7 +164,7 @@ def record(run: Run, step: int, experience: Experience, update: dict[str, float]
     memory = [advantages.memory for advantages in experience.advantages]
     memory_rewards = [advantages.memory_rewards for advantages in experience.advantages]
     metrics = {
-        **rollout_metrics(experience.groups),
+        **rollout_metrics(experience.groups, step),
         **(memory_metrics(experience.scores, memory, memory_rewards) if experience.scores else {}),
         "dropped/groups": float(experience.dropped.total()),
         **{f"dropped/{cause}": float(count) for cause, count in sorted(experience.dropped.items())},

@@ -18,9 +18,22 @@ _ENOUGH = 8
 """Memories of one turn index below which its mean advantage says nothing."""
 
 
-def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards, behaviour, tokens and signs of collapse; keys are ``area/name``, values finite floats."""
-    return {**_rewards(groups), **_behaviour(groups), **_tokens(groups), **_repetition(groups)}
+def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
+    """Rewards, behaviour, tokens and signs of collapse; keys are ``area/name``, values finite floats.
+
+    Args:
+        step: that learns from the groups, counted from 1: its weights have seen ``step`` - 1 updates.
+    """
+    return {
+        **_rewards(groups),
+        **_behaviour(groups),
+        **_tokens(groups),
+        **_repetition(groups),
+        # Updates between the weights that sampled and those that learn from it.
+        "rollout/weight_gap": _mean(
+            step - 1 - turn.weight_version for t in _trajectories(groups) for turn in t.turns
+        ),
+    }
 
 
 def memory_metrics(scores: Scores, advantages: MemoryAdvantages, rewards: MemoryRewards) -> dict[str, float]:

@@ -59,7 +59,7 @@ GROUPS = [
 
 
 def test_rewards_behaviour_and_tokens() -> None:
-    metrics = rollout_metrics(GROUPS)
+    metrics = rollout_metrics(GROUPS, 1)
     assert metrics["reward/mean"] == 0.75
     assert metrics["reward/std_within_groups"] == pytest.approx(0.25)  # 0.5 and 0
     assert metrics["reward/groups_without_spread"] == 0.5
@@ -79,7 +79,7 @@ def test_rewards_behaviour_and_tokens() -> None:
 
 
 def test_repetition_counts_questions_not_rollouts() -> None:
-    metrics = rollout_metrics(GROUPS)
+    metrics = rollout_metrics(GROUPS, 1)
     # memories: "same" under both questions, "own" under one; queries: x, y and z under one each
     assert metrics["repeat/memories_across_questions"] == pytest.approx(2 / 3)
     assert metrics["repeat/queries_across_questions"] == 0.0
@@ -88,7 +88,7 @@ def test_repetition_counts_questions_not_rollouts() -> None:
 
 def test_unscored_rewards_are_counted_and_left_out() -> None:
     group = Group(GROUPS[0].task, (trajectory(0, math.nan, turn(1, 2)), trajectory(1, 1.0, turn(1, 2))))
-    metrics = rollout_metrics([group])
+    metrics = rollout_metrics([group], 1)
     assert metrics["reward/mean"] == 1.0 and metrics["reward/unscored"] == 1.0
 
 
@@ -116,3 +116,9 @@ def test_a_bias_of_early_turns_is_seen() -> None:
     scores = [[[MemoryScore(0.1, 0.0), MemoryScore(0.9, 0.0)]] * 8]
     metrics = memory_metrics(scores, [[[-1.0, 1.0]] * 8], [[[0.1, 0.9]] * 8])
     assert metrics["memory/a_mem_turn_bias"] == 1.0
+
+
+def test_the_gap_between_the_weights_that_sampled_and_those_that_learn() -> None:
+    versions = (trajectory(0, 1.0, turn(1, 2, weight_version=3), turn(1, 2, weight_version=2)),)
+    assert rollout_metrics([Group(Task("one", ("q",), (("a",),)), versions)], 4)["rollout/weight_gap"] == 0.5
+    assert rollout_metrics([], 4)["rollout/weight_gap"] == 0.0

@@ -73,7 +73,7 @@ def test_the_first_step_on_fresh_data_has_ratio_one(four_steps: Path) -> None:
         assert row["update/optimizer_steps"] == 1 and row["update/clip_fraction"] == 0.0
         assert row["update/ratio_max"] == pytest.approx(1, abs=2e-5)
         assert row["update/ratio_min"] == pytest.approx(1, abs=2e-5)
-        assert row["update/engine_diff_mean"] < 1e-6
+        assert row["update/engine_diff_mean"] < 1e-6 and row["rollout/weight_gap"] == 0
 
 
 PROMISED = """reward/mean reward/std_within_groups score/em score/f1 memory/p_mem memory/p_full memory/r_mem
