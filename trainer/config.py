@@ -18,7 +18,7 @@ import tomli_w
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from agent.engines.settings import SGLangSettings
+from agent.engines.settings import SGLangSettings, VLLMSettings
 from envs.errors import UserError, did_you_mean
 from trainer.algorithm import AlgorithmConfig, LearnerConfig, LoraConfig, OptimizerConfig, check_together
 
@@ -146,10 +146,12 @@ class RolloutConfig(Section):
     """Tokens of one turn."""
     max_prompt_tokens: int | None = Field(default=None, ge=16)
     """Prompts are shortened to this; None: the model's window less `max_new_tokens`."""
-    engine: Literal["local", "sglang"] = "local"
-    """Where tokens come from."""
+    engine: Literal["local", "sglang", "vllm"] = "local"
+    """Where tokens come from; a `vllm` server keeps the weights it was started with."""
     sglang: SGLangSettings = SGLangSettings()
     """Servers, with `engine = "sglang"`."""
+    vllm: VLLMSettings = VLLMSettings()
+    """The server, with `engine = "vllm"`."""
     max_batch: int = Field(default=512, ge=1)
     """Requests the local engine decodes at once."""
     retries: int = Field(default=2, ge=0)
@@ -237,6 +239,16 @@ class RunConfig(Section):
                 "rollout.engine is 'sglang' but no server is named: give rollout.sglang.urls (--server URL) or "
                 "rollout.sglang.launch=true (--launch)"
             )
+        if self.rollout.engine == "vllm":
+            if not self.rollout.vllm.url:
+                raise ValueError(
+                    "rollout.engine is 'vllm' but no server is named: give rollout.vllm.url (--server URL)"
+                )
+            if self.learner.old_logprobs == "recomputed" and self.learner.importance_cap is None:
+                raise ValueError(
+                    "rollout.engine is 'vllm', which samples with other weights than the learner's: "
+                    "learner.old_logprobs must be 'engine', or learner.importance_cap be set"
+                )
         check_together(self.algorithm, self.learner)
         return self
 
@@ -255,10 +267,13 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         UserError: unknown recipe, unreadable file, unknown key or a value that does not fit.
     """
-    data = _read_recipe(recipe)
-    for override in overrides:
-        _apply_override(data, override)
-    return validate_config(data, where=f"recipe {recipe!r}")
+    return validate_config(_resolved(recipe, overrides), where=f"recipe {recipe!r}")
+
+
+def engine_of(recipe: str, overrides: Sequence[str] = ()) -> str:
+    """The engine that a recipe with its overrides names, whether or not the rest of it fits."""
+    rollout = _resolved(recipe, overrides).get("rollout")
+    return str(rollout.get("engine", "local")) if isinstance(rollout, Mapping) else "local"
 
 
 def flag_overrides(values: Mapping[str, Any]) -> list[str]:
@@ -278,6 +293,13 @@ def validate_config(data: Mapping[str, Any], where: str) -> RunConfig:
 def write_config(config: RunConfig, path: Path) -> None:
     """The resolved configuration as TOML; `load_config` reads it back to an equal one."""
     path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)), encoding="utf-8")
+
+
+def _resolved(recipe: str, overrides: Sequence[str]) -> dict[str, Any]:
+    data = _read_recipe(recipe)
+    for override in overrides:
+        _apply_override(data, override)
+    return data
 
 
 def _read_recipe(recipe: str) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """The whole training loop on one page.
 
-One step: draw questions, roll out a group of episodes for each, score the memories with the weights that wrote
-them, turn rewards and scores into one advantage per token, update, hand the new weights to the engine. Everything
+One step: draw questions, roll out a group of episodes for each, score the memories with the weights as they are,
+turn rewards and scores into one advantage per token, update, hand the new weights to the engine. Everything
 else (evaluation before and after, the run folder, the command line) stands around it in `trainer.run`.
 
-Left out on purpose: overlap of generation and update (an episode is always scored and trained with the weights that
-sampled it), and any state that is not a function of the seed, the step and the weights.
+Left out on purpose: overlap of generation and update (an episode is scored and trained with the weights that sampled
+it), and any state that is not a function of the seed, the step and the weights. A sampler that takes no weights (vLLM)
+is the exception to both: its episodes are those of the weights it was started with, however far the policy has moved;
+``rollout/weight_gap`` counts the updates between the two.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from agent.engines.base import EngineError, TrainableEngine
+from agent.engines.base import Engine, EngineError, TrainableEngine
 from agent.memory_score import MemoryScore, MemoryScorer
 from agent.prompts import PromptBuilder
 from agent.rollout import Limits, RolloutReport, Sampling, collect_groups
@@ -36,11 +38,17 @@ Scores = list[list[list[MemoryScore]]]
 
 @dataclass
 class Run:
-    """What a training run is made of."""
+    """What a training run is made of.
+
+    Attributes:
+        engine: the policy's own: takes each update's weights, and is what is evaluated.
+        sampler: where rollouts come from; ``engine`` itself wherever the server takes weights.
+    """
 
     config: RunConfig
     questions: Questions
     engine: TrainableEngine
+    sampler: Engine
     prompts: Sequence[PromptBuilder]  # by environment
     scorers: Sequence[MemoryScorer]  # by environment
     learner: Learner
@@ -121,7 +129,7 @@ def roll_out(
                 collect_groups(
                     [draw.task for draw in draws if draw.environment == index],
                     partial(run.questions.environment, index),
-                    run.engine,
+                    run.sampler,
                     run.prompts[index],
                     samples=settings.group_size,
                     sampling=Sampling(settings.temperature, settings.max_new_tokens),

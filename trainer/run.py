@@ -32,14 +32,14 @@ from rich.console import Console
 from rich.table import Table
 
 from agent.engines.base import EngineError
-from agent.engines.choose import trainable_engine
-from agent.engines.settings import TRAINABLE
+from agent.engines.choose import only_vllm, training_engines
+from agent.engines.settings import ENGINES
 from agent.memory_score import MemoryScorer
 from agent.models import LoadedModel, load_model, save_model
 from envs.errors import UserError
 from eval.runner import Progress
 from trainer.checkpoint import CheckpointStore, restore_rng
-from trainer.config import RunConfig, flag_overrides, load_config, recipe_names, write_config
+from trainer.config import RunConfig, engine_of, flag_overrides, load_config, recipe_names, write_config
 from trainer.imitate import start_by_imitation
 from trainer.learner import Learner, NonFiniteError
 from trainer.loop import Run, train
@@ -97,7 +97,8 @@ def run_folder(
     try:
         tables = _train_and_score(run, policy, folder, seconds, resumed, done, console)
     finally:
-        asyncio.run(run.engine.close())
+        for engine in {run.engine, run.sampler}:
+            asyncio.run(engine.close())
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     plot_run(rows, folder / "learning_curve.png", f"{config.recipe}, seed {config.seed}")
     seconds["total"] = time.perf_counter() - started
@@ -158,13 +159,14 @@ def assemble(
     scorers = {b: MemoryScorer(policy.tokenizer, prompts=b, answer_lead=lead) for b in dict.fromkeys(prompts)}
     learner = Learner(policy.model, config.learner, seed=config.seed)
     rollout = config.rollout
-    engine = trainable_engine(
+    engine, sampler = training_engines(
         rollout.engine,
         learner.model,
         policy.tokenizer,
         folder=folder,
         max_batch=rollout.max_batch,
         sglang=rollout.sglang,
+        vllm=rollout.vllm,
     )
     monitor = Monitor(
         folder,
@@ -177,6 +179,7 @@ def assemble(
         config=config,
         questions=questions,
         engine=engine,
+        sampler=sampler,
         prompts=prompts,
         scorers=[scorers[builder] for builder in prompts],
         learner=learner,
@@ -235,12 +238,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, help="folder of the run (default: runs/<recipe>-<time>)")
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this folder")
     parser.add_argument("--model", help="model folder, GGUF file or hub id; short for --set model.path=...")
-    parser.add_argument("--engine", choices=TRAINABLE, help="where tokens come from (default: the recipe's)")
+    parser.add_argument("--engine", choices=ENGINES, help="where tokens come from (default: the recipe's)")
     parser.add_argument(
         "--server",
         action="append",
         metavar="URL",
-        help="a running SGLang server to sample on; may be repeated",
+        help="a running server to sample on: SGLang's (may be repeated), or with --engine vllm a vLLM server, which "
+        "keeps its weights: see docs/engines.md",
     )
     parser.add_argument(
         "--launch", action="store_true", help="start an SGLang server, and end it with the run"
@@ -277,8 +281,10 @@ def _choose(options: argparse.Namespace) -> tuple[Path, RunConfig, bool]:
         written = options.resume / "config.toml"
         if not written.is_file():
             raise UserError(f"{options.resume} is no run: it has no config.toml")
-        return options.resume, load_config(str(written), _where(options)), True
-    config = load_config(options.recipe, [*overrides, *_where(options)])
+        where = _where(options, engine_of(str(written)))
+        return options.resume, load_config(str(written), where), True
+    where = _where(options, engine_of(options.recipe, overrides))
+    config = load_config(options.recipe, [*overrides, *where])
     folder = options.out or Path("runs") / f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     if (folder / "config.toml").exists():
         raise UserError(
@@ -287,15 +293,27 @@ def _choose(options: argparse.Namespace) -> tuple[Path, RunConfig, bool]:
     return folder, config, False
 
 
-def _where(options: argparse.Namespace) -> list[str]:
-    """Overrides that say where tokens come from; servers that are named replace a launched one, and it them."""
+def _where(options: argparse.Namespace, written: str) -> list[str]:
+    """Overrides that say where tokens come from; servers that are named replace a launched one, and it them.
+
+    Args:
+        written: the engine without these options; it says what kind of server is meant where --engine does not.
+    """
     found = []
     if options.engine == "local" and (options.server or options.launch):
         raise UserError("--engine local samples in this process: leave out --server and --launch")
-    engine = options.engine or ("sglang" if options.server or options.launch else None)
+    kind = "vllm" if written == "vllm" else "sglang"
+    engine = options.engine or (kind if options.server or options.launch else None)
     if engine is not None:
         found.append(f"rollout.engine={engine}")
-    if options.server or options.launch:
+    if engine == "vllm":
+        if options.launch:
+            raise UserError(
+                "--launch starts an SGLang server; --engine vllm needs a running one: --server URL"
+            )
+        if options.server:
+            found.append(f"rollout.vllm.url={json.dumps(only_vllm(options.server))}")
+    elif options.server or options.launch:
         found.append(f"rollout.sglang.urls={json.dumps(options.server or [])}")
         found.append(f"rollout.sglang.launch={json.dumps(options.launch)}")
     return found

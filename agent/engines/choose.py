@@ -1,4 +1,4 @@
-"""From an engine's name to an engine that a training run can use; the one place that knows them all."""
+"""From an engine's name to the engines of a training run or an evaluation; the one place that knows them all."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from agent.engines.base import TrainableEngine
-from agent.engines.settings import SGLangSettings
+from agent.engines.base import Engine, TrainableEngine
+from agent.engines.settings import SGLangSettings, VLLMSettings
 from envs.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from agent.engines.vllm import VLLMEngine
 
 
-def trainable_engine(
+def training_engines(
     name: str,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -26,14 +26,16 @@ def trainable_engine(
     folder: Path,
     max_batch: int = 256,
     sglang: SGLangSettings | None = None,
-) -> TrainableEngine:
-    """An engine that serves ``model``'s weights as version 0.
+    vllm: VLLMSettings | None = None,
+) -> tuple[TrainableEngine, Engine]:
+    """The policy's own engine, which serves ``model``'s weights as version 0, and the one that rollouts come from:
+    the same, unless these come from a server that takes no weights.
 
     Args:
-        name: of `agent.engines.settings.TRAINABLE`.
+        name: of `agent.engines.settings.ENGINES`.
         folder: of the run; engines outside of this process exchange files below it.
         max_batch: requests the local engine decodes at once.
-        sglang: where its servers are.
+        sglang, vllm: where the servers are.
 
     Raises:
         UserError: the engine cannot serve this model, or its servers are not there.
@@ -41,12 +43,26 @@ def trainable_engine(
     if name == "sglang":
         from agent.engines.sglang import SGLangEngine
 
-        return SGLangEngine.for_training(model, tokenizer, sglang or SGLangSettings(), folder)
-    if name == "local":
-        from agent.engines.local import LocalEngine
+        engine = SGLangEngine.for_training(model, tokenizer, sglang or SGLangSettings(), folder)
+        return engine, engine
+    if name not in ("local", "vllm"):
+        raise ValueError(f"unknown engine {name!r}")
+    from agent.engines.local import LocalEngine
 
-        return LocalEngine(model, tokenizer, max_batch=max_batch)
-    raise ValueError(f"unknown engine {name!r}")
+    local = LocalEngine(model, tokenizer, max_batch=max_batch)
+    if name == "local":
+        return local, local
+    from agent.engines.vllm import VLLMEngine
+
+    there = vllm or VLLMSettings()
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    return local, VLLMEngine(
+        there.url,
+        vocabulary,
+        model=there.model or None,
+        attempts=there.attempts,
+        timeout=there.request_timeout,
+    )
 
 
 def serving_engine(
@@ -64,10 +80,8 @@ def serving_engine(
     if kind == "vllm":
         from agent.engines.vllm import VLLMEngine
 
-        if len(urls) != 1:
-            raise UserError(f"{len(urls)} vLLM servers; one is needed (put a balancer before several)")
         # An evaluation reads no log-probs, so it does not matter whose they are.
-        return VLLMEngine(urls[0], int(config.vocab_size), exact_logprobs=False)
+        return VLLMEngine(only_vllm(urls), int(config.vocab_size), exact_logprobs=False)
     from agent.engines.sglang import SGLangEngine
 
     try:
@@ -75,3 +89,14 @@ def serving_engine(
     except ValidationError as error:
         raise UserError(f"server: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
     return SGLangEngine.for_evaluation(settings, int(config.vocab_size), int(config.max_position_embeddings))
+
+
+def only_vllm(urls: Sequence[str]) -> str:
+    """The one server that the engine `vllm` can ask.
+
+    Raises:
+        UserError: none, or several.
+    """
+    if len(urls) != 1:
+        raise UserError(f"{len(urls)} vLLM servers; one is needed (put a balancer before several)")
+    return urls[0]

@@ -6,8 +6,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-TRAINABLE = ("local", "sglang")
-"""Engines that a training run can use, by name."""
+from envs.errors import UserError
+
+ENGINES = ("local", "sglang", "vllm")
+"""Where a training run's rollouts can come from, by name."""
 
 
 class SGLangSettings(BaseModel):
@@ -45,8 +47,7 @@ class SGLangSettings(BaseModel):
     @model_validator(mode="after")
     def _addresses(self) -> SGLangSettings:
         for url in self.urls:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"{url!r} is no address; http://host:port is needed")
+            check_address(url)
         if len(set(self.urls)) < len(self.urls):
             raise ValueError("the same address twice")
         if self.launch and self.urls:
@@ -56,3 +57,33 @@ class SGLangSettings(BaseModel):
     def changed(self, **values: Any) -> SGLangSettings:
         """A checked copy with other values."""
         return SGLangSettings.model_validate({**self.model_dump(), **values})
+
+
+class VLLMSettings(BaseModel):
+    """Rollouts from a vLLM server, which keeps the weights it was started with."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    url: str = ""
+    """Address of the running server (`http://host:port`)."""
+    model: str = ""
+    """Name of the model there; empty: the only one it serves."""
+    request_timeout: float = Field(default=600.0, gt=0)
+    """Seconds one request may take."""
+    attempts: int = Field(default=6, ge=1)
+    """Attempts of a request while the server is busy or away, with growing pauses."""
+
+    @model_validator(mode="after")
+    def _address(self) -> VLLMSettings:
+        if self.url:
+            check_address(self.url)
+        return self
+
+
+def check_address(url: str) -> None:
+    """
+    Raises:
+        UserError: no ``http://host:port``.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise UserError(f"{url!r} is no address; http://host:port is needed")

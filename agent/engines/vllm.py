@@ -1,8 +1,8 @@
 """Generation on a vLLM server through its OpenAI routes, in token ids: `/v1/completions` with `return_token_ids`.
 
-For evaluation, and for rollouts of a policy that stays as it is (rejection sampling, a teacher's episodes). **It takes
-no weights**: the OpenAI server of vLLM offers no route for them, so `load_weights` refuses; train with the engines
-`local` or `sglang`. A vLLM server of 0.10.2 or newer is needed (older ones return no ids).
+For evaluation, and for the rollouts of a training run. **It takes no weights**: the routes for them belong to vLLM's
+development mode and are not used here, so a run that samples here learns from the policy that the server was started
+with, while its own moves away. A vLLM server of 0.10.2 or newer is needed (older ones return no ids).
 
 What a server gives as log-probs is its own choice. Started as it comes (`--logprobs-mode raw_logprobs`) they belong
 to temperature 1, whatever was sampled with; with `--logprobs-mode processed_logprobs` to the scaled distribution,
@@ -21,6 +21,7 @@ import httpx
 
 from agent.engines.base import Completion, EngineError, FinishReason, GenerationRequest, check_request
 from agent.engines.replies import error_message
+from agent.engines.settings import check_address
 from envs.errors import UserError
 
 KEY_VARIABLE = "VLLM_API_KEY"
@@ -61,8 +62,7 @@ class VLLMEngine:
         timeout: float = 600.0,
         transport: Any = None,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise UserError(f"{url!r} is no address; http://host:port is needed")
+        check_address(url)
         self.url = url.rstrip("/").removesuffix("/v1")
         self._vocab_size, self._exact = vocab_size, exact_logprobs
         self._concurrency, self._attempts, self._timeout = concurrency, attempts, timeout
@@ -100,14 +100,6 @@ class VLLMEngine:
                 f"{self.url} sampled a token outside 0..{self._vocab_size - 1}: it serves another model than this one"
             )
         return found
-
-    def load_weights(self, source: Any, version: int) -> None:
-        """Refuses.
-
-        Raises:
-            UserError: always.
-        """
-        raise UserError("a vLLM server takes no new weights: train with the engine 'local' or 'sglang'")
 
     def fingerprint(self) -> str:
         """What stands for the weights in an evaluation's settings: a name, for the server gives no checksum."""

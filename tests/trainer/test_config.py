@@ -206,6 +206,17 @@ def test_missing_data_and_a_malformed_row_are_named(
         (["--set", "rollout.sglang.pause=1"], "unknown key 'rollout.sglang.pause'"),
         (["--server", "http://127.0.0.1:9"], "no SGLang server at http://127.0.0.1:9"),
         (["--launch", "--set", "rollout.sglang.python=/nowhere/python"], "`make sglang-env` makes SGLang's"),
+        (["--engine", "vllm"], "no server is named: give rollout.vllm.url (--server URL)"),
+        (["--engine", "vllm", "--launch"], "--engine vllm needs a running one: --server URL"),
+        (["--engine", "vllm", "--server", "a:1"], "'a:1' is no address; http://host:port is needed"),
+        (["--engine", "vllm", "--server", "http://a:1", "--server", "http://b:1"], "2 vLLM servers; one"),
+        (["--engine", "vllm", "--server", "http://127.0.0.1:9"], "no vLLM server at http://127.0.0.1:9"),
+        (["--set", "rollout.vllm.urls=[]"], "unknown key 'rollout.vllm.urls'; did you mean 'url'?"),
+        (["--set", "rollout=3", "--server", "http://a:1"], "rollout"),
+        (
+            ["--engine", "vllm", "--server", "http://a:1", "--set", "learner.old_logprobs=recomputed"],
+            "learner.old_logprobs must be 'engine', or learner.importance_cap be set",
+        ),
     ],
 )
 def test_servers_that_are_not_there_are_one_line(
@@ -223,6 +234,12 @@ def test_a_named_server_or_a_launch_chooses_the_engine() -> None:
     _, config, _ = run._choose(parse(["tiny", "--launch"]))
     assert config.rollout.engine == "sglang" and config.rollout.sglang.launch
     assert run._choose(parse(["tiny"]))[1].rollout.engine == "local"
+    for said in (["--engine", "vllm"], ["--set", "rollout.engine=vllm"]):
+        _, config, _ = run._choose(parse(["tiny", *said, "--server", "http://a:1"]))
+        assert (config.rollout.engine, config.rollout.vllm.url) == ("vllm", "http://a:1")
+        assert config.rollout.sglang.urls == ()
+    capped = ["learner.old_logprobs=recomputed", "learner.importance_cap=2"]
+    assert load_config("tiny", [*capped, "rollout.engine=vllm", "rollout.vllm.url=http://a:1"])
 
 
 def test_a_resumed_run_may_sample_elsewhere_and_changes_in_nothing_else(tmp_path: Path) -> None:
@@ -234,5 +251,13 @@ def test_a_resumed_run_may_sample_elsewhere_and_changes_in_nothing_else(tmp_path
     assert resumed and config.rollout.sglang.urls == ("http://a:1",) and not config.rollout.sglang.launch
     assert config.model_copy(update={"rollout": written.rollout}) == written
     assert run._choose(parse([*resume, "--engine", "local"]))[1].rollout.engine == "local"
+    write_config(
+        load_config("tiny", ["rollout.engine=vllm", "rollout.vllm.url=http://a:1"]), tmp_path / "config.toml"
+    )
+    assert run._choose(parse(resume))[1].rollout.vllm.url == "http://a:1"
+    moved = run._choose(parse([*resume, "--server", "http://b:1"]))[1].rollout
+    assert (moved.engine, moved.vllm.url) == ("vllm", "http://b:1")
+    launched = run._choose(parse([*resume, "--engine", "sglang", "--launch"]))[1].rollout
+    assert launched.engine == "sglang" and launched.sglang.launch
     with pytest.raises(UserError, match="no option changes it but where tokens come from"):
         run._choose(parse([*resume, "--seed", "2", "--server", "http://a:1"]))

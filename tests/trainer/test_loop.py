@@ -93,7 +93,7 @@ def test_rollouts_get_their_limits_and_come_back_with_their_environment(
     monkeypatch.setattr(loop, "collect_groups", collect_groups)
     config = load_config("tiny", ["rollout.step_seconds=5", "rollout.episode_seconds=60.5"])
     questions = SimpleNamespace(environment=lambda index, task: None)
-    run: Any = SimpleNamespace(config=config, questions=questions, engine=None, prompts=["one", "two"])
+    run: Any = SimpleNamespace(config=config, questions=questions, sampler=None, prompts=["one", "two"])
     tasks = {name: Task(name, ("q",), (("a",),)) for name in "abc"}
     draws = [Draw(1, tasks["a"]), Draw(0, tasks["b"]), Draw(1, tasks["c"])]
     dropped: Counter[str] = Counter()
