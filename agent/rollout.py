@@ -24,7 +24,7 @@ from agent.seeds import derive
 from agent.spans import token_bytes
 from agent.trajectory import Group, Trajectory, Turn
 from envs.errors import UserError
-from envs.grammar import ACTION_STOPS, parse_turn
+from envs.grammar import ACTION_STOPS, ParsedTurn, parse_turn
 from envs.tasks.task import Task
 
 SeedKey = tuple[int | str, ...]
@@ -154,6 +154,7 @@ async def _play(
     drawn = getattr(env.unwrapped, "task", None)
     if task is not None and drawn is not None and drawn.id != task.id:
         raise UserError(f"the environment plays task {drawn.id!r} where {task.id!r} was asked for")
+    table = token_bytes(prompts.tokenizer)
     turns: list[Turn] = []
     reward = 0.0
     terminated = truncated = False
@@ -166,34 +167,39 @@ async def _play(
             truncated, stop = True, "window"
             break
         turn_key = (*seed_key, len(turns))
-        completion = await _complete(engine, prompts, prompt.ids, turn_key, sampling, limits.request)
+        completion, text, parsed = await _complete(
+            engine, prompts, prompt.ids, turn_key, sampling, limits.request
+        )
         if not completion.ids:
             truncated, stop = True, "empty"
             break
-        text, written = _read(prompts, completion)
-        turn = Turn(
-            prompt_ids=prompt.ids,
-            completion_ids=completion.ids,
-            logprobs=completion.logprobs,
-            sampled=(True,) * len(completion.ids),
-            memory_span=written[0],
-            memory=written[1],
-            text=text,
-            observation=prompt.observation,
-            finish=completion.finish,
-            weight_version=completion.weight_version,
-        )
+        information, invalid, query = "", None, None
         if completion.finish == "length":
             truncated, stop = True, "length"
-            turn = replace(turn, invalid=f"no end after {len(completion.ids)} tokens")
+            invalid = f"no end after {len(completion.ids)} tokens"
         else:
             observation, paid, terminated, truncated, info = await _environment(
                 partial(env.step, text), limits.step
             )
             reward += float(paid)
             stop = str(info.get("stop_reason") or ("answer" if terminated else "truncated"))
-            information, invalid, query = info.get("information"), info.get("invalid"), info.get("query")
-            turn = replace(turn, information=str(information or ""), invalid=invalid, query=query)
+            information = str(info.get("information") or "")
+            invalid, query = info.get("invalid"), info.get("query")
+        turn = Turn(
+            prompt_ids=prompt.ids,
+            completion_ids=completion.ids,
+            logprobs=completion.logprobs,
+            sampled=(True,) * len(completion.ids),
+            memory_span=parsed.memory_span and table.token_span(completion.ids, parsed.memory_span),
+            memory=parsed.memory,
+            text=text,
+            observation=prompt.observation,
+            information=information,
+            finish=completion.finish,
+            invalid=invalid,
+            weight_version=completion.weight_version,
+            query=query,
+        )
         turns.append(turn)
         if on_turn is not None:
             on_turn(turn)
@@ -213,21 +219,6 @@ async def _play(
     )
 
 
-def _read(
-    prompts: PromptBuilder, completion: Completion
-) -> tuple[str, tuple[tuple[int, int] | None, str | None]]:
-    """The completion's text without the token that ended it, and its memory: token span and text."""
-    table = token_bytes(prompts.tokenizer)
-    ids = completion.ids
-    if completion.finish == "stop" and ids and ids[-1] in prompts.tokenizer.all_special_ids:
-        ids = ids[:-1]
-    text = table.text(ids)
-    parsed = parse_turn(text)
-    if parsed.memory_span is None:
-        return text, (None, None)
-    return text, (table.token_span(ids, parsed.memory_span), parsed.memory)
-
-
 async def _complete(
     engine: Engine,
     prompts: PromptBuilder,
@@ -235,8 +226,9 @@ async def _complete(
     turn_key: SeedKey,
     sampling: Sampling,
     limit: float | None,
-) -> Completion:
-    """One turn. A stop string inside a memory or a thought ends no action: sampling goes on behind it."""
+) -> tuple[Completion, str, ParsedTurn]:
+    """One turn, its text, and what it says. A stop string inside a memory or a thought ends no action: sampling goes on
+    behind it."""
     done: Completion | None = None
     while True:
         ids = done.ids if done else ()
@@ -264,22 +256,35 @@ async def _complete(
             more.finish,
             more.weight_version,
         )
-        if more.finish != "stop" or not more.ids or not _stopped_inside(prompts, done, sampling.stop):
-            return done
+        text = _text(prompts, done, sampling.stop)
+        parsed = parse_turn(text)
+        if (
+            more.finish != "stop"
+            or not more.ids
+            or parsed.closed
+            or not _at_stop(prompts, done, sampling.stop)
+        ):
+            return done, text, parsed
         if len(done.ids) >= sampling.max_new_tokens:
-            return Completion(done.ids, done.logprobs, "length", done.weight_version)
+            return replace(done, finish="length"), text, parsed
 
 
-def _stopped_inside(prompts: PromptBuilder, completion: Completion, stops: Sequence[str]) -> bool:
+def _text(prompts: PromptBuilder, completion: Completion, stops: Sequence[str]) -> str:
+    """The completion's text without the special token that ended it."""
+    table, ids = token_bytes(prompts.tokenizer), completion.ids
+    if completion.finish == "stop" and ids and ids[-1] in prompts.tokenizer.all_special_ids:
+        # The tags may have been made special tokens: one that closes an action is part of the text.
+        ids = ids if table.text(ids[-1:]) in stops else ids[:-1]
+    return table.text(ids)
+
+
+def _at_stop(prompts: PromptBuilder, completion: Completion, stops: Sequence[str]) -> bool:
+    """Whether the last token completes a stop string."""
     table = token_bytes(prompts.tokenizer)
     last = table.piece(completion.ids[-1])
     tail = b"".join(table.pieces(completion.ids[-max(map(len, stops), default=1) :]))
     at_end = tail[-(max(map(len, stops), default=0) + len(last) - 1) :]
-    if not last or not any(stop.encode() in at_end for stop in stops):
-        return False
-    # A closed action, valid or not, cuts off whatever follows it.
-    probe = table.text(completion.ids) + " "
-    return parse_turn(probe).text == probe
+    return bool(last) and any(stop.encode() in at_end for stop in stops)
 
 
 async def _environment(call: Callable[[], T], limit: float | None, starting: bool = False) -> T:

@@ -54,6 +54,7 @@ class ParsedTurn:
         call, answer: the action; at most one of them.
         action: the action's block as it was written, tags included; None when it is not valid.
         invalid: why there is no valid action, or None.
+        closed: whether an action, valid or not, was closed.
         end: where the first action closed; the length of the text when none did.
         text: the text up to ``end``.
     """
@@ -65,6 +66,7 @@ class ParsedTurn:
     answer: str | None
     action: str | None
     invalid: str | None
+    closed: bool
     end: int
     text: str
 
@@ -109,8 +111,8 @@ def parse_turn(text: str) -> ParsedTurn:
         elif name in _ACTIONS:
             call, answer, invalid = _read_action(name, content)
             action = text[start : match.end()] if invalid is None else None
-            return _turn(text[: match.end()], memory, memory_span, think, call, answer, action, invalid)
-    return _turn(text, memory, memory_span, think, None, None, None, _why_no_action(text, stack))
+            return _turn(text[: match.end()], memory, memory_span, think, call, answer, action, invalid, True)
+    return _turn(text, memory, memory_span, think, None, None, None, _why_no_action(text, stack), False)
 
 
 def _turn(
@@ -122,10 +124,11 @@ def _turn(
     answer: str | None,
     action: str | None,
     invalid: str | None,
+    closed: bool,
 ) -> ParsedTurn:
     if memory is None or not memory.strip():
         memory = memory_span = None
-    return ParsedTurn(memory, memory_span, think, call, answer, action, invalid, len(text), text)
+    return ParsedTurn(memory, memory_span, think, call, answer, action, invalid, closed, len(text), text)
 
 
 def _why_no_action(text: str, stack: list[tuple[str, int, int]]) -> str:

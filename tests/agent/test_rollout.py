@@ -313,6 +313,26 @@ def test_a_stop_inside_a_memory_ends_no_turn() -> None:
     assert len({request.seed for request in engine.requests}) == 2
 
 
+def test_a_stop_inside_a_memory_at_the_last_token_is_a_stop_by_length() -> None:
+    said = ids_of("<mem>write </answer>")
+    result = play(Game(TASKS[0]), Scripted(lambda _: done(said)), sampling=Sampling(max_new_tokens=len(said)))
+    assert result.stop_reason == "length" and result.turns[0].completion_ids == said
+    assert result.turns[0].memory is None and result.turns[0].text == "<mem>write </answer>"
+
+
+def test_tags_that_are_special_tokens_belong_to_the_text() -> None:
+    """Others than `TOKENIZER`'s, as people add them: only the token that ends a turn is no text."""
+    tokenizer = build_tokenizer(["the answer is yes"] * 50, 300)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<mem>", "</mem>", "<answer>", "</answer>"]})
+    said = tuple(tokenizer.encode("<mem>m</mem><answer>yes</answer>", add_special_tokens=False))
+    assert said[-1] in tokenizer.all_special_ids
+    for ids in (said, (*said, *END)):
+        result = play(Game(TASKS[0]), Scripted(lambda _, ids=ids: done(ids)), PromptBuilder(tokenizer))
+        assert result.answer == "yes" and result.reward == 1.0
+        assert result.turns[0].text == "<mem>m</mem><answer>yes</answer>"
+        assert result.turns[0].memory_span == (0, said.index(tokenizer.convert_tokens_to_ids("</mem>")) + 1)
+
+
 def test_time_limits() -> None:
     class Slow(Scripted):
         async def generate(self, request: GenerationRequest) -> Completion:

@@ -100,6 +100,26 @@ def test_a_malformed_first_action_wins_too() -> None:
     assert turn.text == "<tool_call>oops</tool_call>"
 
 
+@pytest.mark.parametrize(
+    ("text", "closed"),
+    [
+        ("<answer>a</answer>", True),
+        ("<answer> </answer>", True),
+        ("<tool_call>{</tool_call>", True),
+        ("x</think><search>q</search> and more", True),
+        ("<mem><answer>a</answer></mem>", False),
+        ("<mem>write </answer>", False),
+        ("<answer>a", False),
+        ("</answer>", False),
+        ("", False),
+    ],
+)
+def test_an_action_is_closed_or_not(text: str, closed: bool) -> None:
+    """What is closed, valid or not, cuts off whatever follows it."""
+    assert parse_turn(text).closed is closed
+    assert (parse_turn(f"{text} ").text == parse_turn(f"{text} x").text) is closed
+
+
 def test_offsets_are_of_the_text_that_was_parsed() -> None:
     text = "hm <mem>Größe</mem> <think>t</think> <answer>x</answer> tail <mem>no</mem>"
     turn = parse_turn(text)
