@@ -47,12 +47,17 @@ class TokenBytes:
         return known
 
     def pieces(self, ids: Sequence[int]) -> list[bytes]:
-        return [self.piece(index) for index in ids]
+        table = self._table
+        return [table[index] if index in table else self.piece(index) for index in ids]
 
     def text(self, ids: Sequence[int]) -> str:
         """The ids' text; one U+FFFD for each byte that is part of no complete character."""
-        escaped = b"".join(self.pieces(ids)).decode("utf-8", "surrogateescape")
-        return "".join(REPLACEMENT if "\udc80" <= c <= "\udcff" else c for c in escaped)
+        whole = b"".join(self.pieces(ids))
+        try:
+            return whole.decode()
+        except UnicodeDecodeError:
+            escaped = whole.decode("utf-8", "surrogateescape")
+            return "".join(REPLACEMENT if "\udc80" <= c <= "\udcff" else c for c in escaped)
 
     def token_span(self, ids: Sequence[int], char_span: tuple[int, int]) -> tuple[int, int] | None:
         """Tokens whose bytes overlap the characters ``[start, end)`` of ``text(ids)``.

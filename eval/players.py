@@ -13,7 +13,7 @@ import gymnasium as gym
 from agent.engines.base import Engine
 from agent.engines.scripted import RecordingEnded, ScriptedPlayer
 from agent.memory_score import MemoryScore
-from agent.prompts import PromptBuilder
+from agent.prompts import PromptBuilder, text_ids
 from agent.rollout import EpisodeError, Limits, Sampling, SeedKey, play_episode
 from agent.seeds import derive
 from agent.trajectory import Trajectory
@@ -51,9 +51,7 @@ class EnginePlayer:
         self._engine, self._prompts, self._sampling = engine, prompts, sampling
         self._limits, self._score = limits or Limits(), score
         # The same passages come back in many episodes.
-        self._count = lru_cache(maxsize=4096)(
-            lambda text: len(prompts.tokenizer.encode(text, add_special_tokens=False))
-        )
+        self._count = lru_cache(maxsize=4096)(lambda text: len(text_ids(prompts.tokenizer, text)))
         self._identity = {
             "name": name,
             "kind": "model",
