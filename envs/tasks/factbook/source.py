@@ -32,6 +32,8 @@ _NAMES = {
 _NOTE = re.compile(r"\s*(?:[;,.]\s*)?\bnote(?:\s+\d+)?\s*(?::|-|–)", re.IGNORECASE)
 _TAG = re.compile(r"<[^>]*>")
 _BREAK = re.compile(r"<\s*(?:br|/p|/li)\s*/?\s*>", re.IGNORECASE)
+_SPACE_BEFORE = re.compile(r" ([,;.)])")
+_SEVERAL_BREAKS = re.compile(r"(?:; ?){2,}")
 _SURNAME = re.compile(r"\b(?:[A-Z]'|Mc|Mac)?[A-Z]{4,}(?:-[A-Z]{2,})*\b")
 
 
@@ -48,28 +50,25 @@ class Country:
         """Cleaned text of ``"Section > Field > Sub-field"``; empty when the file has none."""
         node: Any = self.fields
         for key in path.split(" > "):
-            if not isinstance(node, Mapping) or key not in node:
+            if not isinstance(node, dict) or key not in node:
                 return ""
             node = node[key]
-        if isinstance(node, Mapping):
+        if isinstance(node, dict):
             node = node.get("text", "")
         return clean(node) if isinstance(node, str) else ""
 
 
 def clean(value: str) -> str:
     """Plain text of one value: no HTML, no entities, line breaks as ``; ``, single spaces."""
-    text = _BREAK.sub("; ", value)
-    text = _TAG.sub("", text)
+    text = _TAG.sub("", _BREAK.sub("; ", value)) if "<" in value else value
     text = html.unescape(text).replace("\xa0", " ").replace("\u200b", "")
-    text = re.sub(r"\s+", " ", text)
-    text = re.sub(r"\s+([,;.)])", r"\1", text)
-    text = re.sub(r"(?:;\s*){2,}", "; ", text)
-    return text.strip(" ;")
+    text = _SPACE_BEFORE.sub(r"\1", " ".join(text.split()))
+    return _SEVERAL_BREAKS.sub("; ", text).strip(" ;")
 
 
 def without_note(value: str) -> str:
     """The value up to its ``note:`` tail."""
-    match = _NOTE.search(value)
+    match = _NOTE.search(value) if "note" in value.lower() else None  # few have one, and the pattern is slow
     return (value[: match.start()] if match else value).strip(" ;,")
 
 

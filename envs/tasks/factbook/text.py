@@ -26,9 +26,10 @@ def words(text: str) -> list[str]:
 @lru_cache(maxsize=2**16)
 def content_words(text: str) -> frozenset[str]:
     """The words that a search can go by, plurals as their singulars (``Laos`` is named by ``Lao People``)."""
-    return frozenset(_singular(word) for word in words(text) if word not in STOP_WORDS)
+    return frozenset(map(_singular, set(words(text)) - STOP_WORDS))
 
 
+@lru_cache(maxsize=2**14)
 def _singular(word: str) -> str:
     return word[:-1] if len(word) > 3 and word.endswith("s") and word[-2] not in "siu" else word
 
@@ -42,7 +43,12 @@ def fold(text: str) -> str:
 
 def contains_words(text: str, part: str) -> bool:
     """Whether the words of ``part`` stand in ``text`` one after the other."""
-    return f" {' '.join(words(part))} " in f" {' '.join(words(text))} "
+    return _row(part) in _row(text)
+
+
+@lru_cache(maxsize=2**14)
+def _row(text: str) -> str:
+    return f" {' '.join(words(text))} "
 
 
 def leaks(answer: str, question: str, prefix: int = 4) -> bool:
@@ -55,13 +61,8 @@ def leaks(answer: str, question: str, prefix: int = 4) -> bool:
     if not answered:
         return contains_words(question, answer)
 
-    def given(word: str) -> bool:
-        return word in asked or (
-            len(word) >= prefix
-            and any(other.startswith(word[:prefix]) for other in asked if len(other) >= prefix)
-        )
-
-    return all(given(word) for word in answered)
+    stems = {word[:prefix] for word in asked if len(word) >= prefix}
+    return all(len(word) >= prefix and word[:prefix] in stems for word in answered - asked)
 
 
 def clauses(text: str) -> list[str]:
