@@ -11,6 +11,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
 _DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _SPACE_PUNCTUATION = str.maketrans(string.punctuation, " " * len(string.punctuation))
@@ -20,6 +21,7 @@ _CLOSED_ANSWERS = frozenset(("yes", "no", "noanswer"))
 Score = Callable[[str, Sequence[str]], float]
 
 
+@lru_cache(maxsize=4096)
 def normalise_squad(text: str) -> str:
     """Lower case, no ASCII punctuation, no articles, single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_DELETE_PUNCTUATION)).split())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from types import NoneType
 from typing import Any
 
@@ -73,7 +73,8 @@ class Sample:
         return sample_id(self.task_id, self.sample)
 
     def to_json(self) -> dict[str, Any]:
-        return {"id": self.id, **asdict(self)}
+        # By hand: `dataclasses.asdict` copies every value deep, which took half of the time of a record.
+        return {"id": self.id, **vars(self), "turns": [dict(vars(turn)) for turn in self.turns]}
 
     @staticmethod
     def from_json(row: Mapping[str, Any]) -> Sample:

@@ -71,10 +71,12 @@ class Progress:
 class Evaluation:
     """Records of all samples, in the order of tasks and sample indices."""
 
-    samples: tuple[Sample, ...]
+    samples: tuple[Sample, ...] = field(
+        repr=False
+    )  # asyncio prints the result of what it ran when it tidies up
     scorer: str | None = None
     seed: int = 0
-    seconds: tuple[float, ...] = field(default=(), compare=False)
+    seconds: tuple[float, ...] = field(default=(), compare=False, repr=False)
 
     def summary(self, scorer: str | None = None) -> dict[str, Any]:
         """Means, 95 % intervals, rates and cost, see `eval.summary.summarise`."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -67,6 +69,20 @@ class Plan:
     entry: Mapping[str, Any]
 
 
+@contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Keep the garbage collector away: what there is already stays, and a session makes records, not cycles."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(20_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+@_seldom_collected()
 def run_session(
     subject: Subject,
     benchmarks: Sequence[Benchmark],

@@ -9,8 +9,9 @@ mean; the exact McNemar test (a two-sided binomial test on the discordant pairs)
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,15 +122,29 @@ def bootstrap_mean(
 def _resampled_means(
     sums: NDArray[np.float64], counts: NDArray[np.float64], seed: int, resamples: int
 ) -> NDArray[np.float64]:
-    generator = np.random.default_rng(seed)
-    groups = len(sums)
-    means = np.empty(resamples)
+    equal = bool((counts == counts[0]).all())  # then every resample has as many values as the sample
+    means = [
+        sums[drawn].sum(axis=1) / (counts.sum() if equal else counts[drawn].sum(axis=1))
+        for drawn in _resamples(len(sums), seed, resamples)
+    ]
+    return np.concatenate(means)
+
+
+def _resamples(groups: int, seed: int, resamples: int) -> Iterator[NDArray[np.int64]]:
+    """Indices of the groups in each resample, ``(resamples, groups)`` in pieces of at most `_CHUNK`."""
     rows = max(1, _CHUNK // groups)
+    if resamples <= rows:
+        yield _one_piece(groups, seed, resamples)
+        return
+    generator = np.random.default_rng(seed)
     for start in range(0, resamples, rows):
-        stop = min(start + rows, resamples)
-        drawn = generator.integers(groups, size=(stop - start, groups))
-        means[start:stop] = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
-    return means
+        yield generator.integers(groups, size=(min(rows, resamples - start), groups))
+
+
+@lru_cache(maxsize=1)
+def _one_piece(groups: int, seed: int, resamples: int) -> NDArray[np.int64]:
+    """Kept, because every score and every cost of a benchmark is resampled in the same way."""
+    return np.random.default_rng(seed).integers(groups, size=(resamples, groups))
 
 
 def mcnemar_exact(only_a: int, only_b: int) -> float:

@@ -61,6 +61,11 @@ def test_json_there_and_back() -> None:
         assert Sample.from_json(json.loads(json.dumps(sample.to_json()))) == sample
 
 
+def test_an_evaluation_prints_short() -> None:
+    """Whatever ran it may print its result: asyncio does, when it puts the handler of an interrupt back."""
+    assert "Warsaw" not in repr(run()) and len(repr(run())) < 100
+
+
 def test_summary_for_the_trainer() -> None:
     summary = run().summary()
     assert summary["em"] == summary["f1"] == 1.0

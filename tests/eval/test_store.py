@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import multiprocessing.context
@@ -269,6 +270,23 @@ def test_same_session_again_reads_the_run_back(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
     with pytest.raises(UserError, match="questions was 5 there and is 4 now"):
         run_session(expert, [Benchmark(**{**vars(benchmark), "questions": 4})], first.path)
+
+
+def test_the_garbage_collector_is_left_as_it_was(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Watching(SlowSubject):
+        def player(self, *arguments: Any) -> Any:
+            seen.append((gc.get_threshold()[0], gc.get_freeze_count()))
+            return super().player(*arguments)
+
+    before = gc.get_threshold()
+    benchmark = Benchmark("lookup", (), LOOKUP)
+    run_session(Watching(), [benchmark], tmp_path / "run")
+    assert all(threshold > before[0] and frozen > 10_000 for threshold, frozen in seen) and seen
+    with pytest.raises(UserError, match="other settings"):
+        run_session(Watching(), [benchmark], tmp_path / "run", Settings(seed=1))
+    assert gc.get_threshold() == before and gc.get_freeze_count() == 0
 
 
 def evaluate_until(folder: Path, at: int, found: Any) -> None:
