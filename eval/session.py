@@ -26,7 +26,7 @@ from eval.report import write_reports
 from eval.runner import Progress as Done
 from eval.runner import evaluate
 from eval.scorers import default_scorer
-from eval.store import Run, RunWriter, read_run
+from eval.store import Run, RunWriter, only_writer, read_run
 from eval.subjects import Subject
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "bm25s", "gymnasium")
@@ -119,12 +119,13 @@ def run_session(
         beside = (out / "keep") if out else None
         kept = replace(settings, memory="keep")
         donors = run_session(subject, benchmarks, beside, kept, root=root, console=console, reports=False)
-    with RunWriter(folder, config, environment(), {"revision": code_revision()}) as writer:
-        for plan in plans:
-            _play(subject, plan, settings, writer, donors, console)
-    run = writer.finish()
-    if reports:
-        write_reports(run)
+    with only_writer(folder):
+        with RunWriter(folder, config, environment(), {"revision": code_revision()}) as writer:
+            for plan in plans:
+                _play(subject, plan, settings, writer, donors, console)
+        run = writer.finish()
+        if reports:
+            write_reports(run)
     return run
 
 

@@ -15,10 +15,13 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
+
+from filelock import FileLock, Timeout
 
 from envs.errors import UserError
 from eval.episode import Sample
@@ -27,6 +30,7 @@ from eval.stats import percentiles
 from eval.summary import summarise
 
 RUN, SAMPLES, SUMMARY, LATENCY = "run.json", "samples.jsonl", "summary.json", "latency.jsonl"
+LOCK = ".lock"
 SYNC_SECONDS = 0.5
 """Rows are handed to the system at once, and to the disk at least this often."""
 
@@ -81,6 +85,31 @@ class Run:
                 for name, samples in self.samples.items()
             }
         return self._summaries[scorer]
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Keep other processes from writing into a folder meanwhile; the lock ends with the process, however it ends.
+
+    On a file system that knows no locks nothing is kept from anybody.
+
+    Raises:
+        UserError: another process is writing there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise UserError(
+            f"{folder}: another process is writing there; wait for its end, or take another folder"
+        ) from None
+    except (OSError, NotImplementedError):
+        pass
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class RunWriter:

@@ -38,6 +38,7 @@ from agent.memory_score import MemoryScorer
 from agent.models import LoadedModel, load_model, save_model
 from envs.errors import UserError
 from eval.runner import Progress
+from eval.store import only_writer
 from trainer.checkpoint import CheckpointStore, restore_rng
 from trainer.config import RunConfig, engine_of, flag_overrides, load_config, recipe_names, write_config
 from trainer.imitate import start_by_imitation
@@ -57,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()  # a run has its own
     try:
         folder, config, resumed = _choose(options)
-        run_folder(config, folder, resumed)
+        with only_writer(folder):
+            run_folder(config, folder, resumed)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT

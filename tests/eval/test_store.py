@@ -251,6 +251,21 @@ def test_killed_at_20_random_moments_and_resumed(tmp_path: Path, monkeypatch: py
     assert (folder / "summary.json").read_bytes() == (tmp_path / "whole" / "summary.json").read_bytes()
 
 
+def test_one_process_at_a_time_writes_into_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    child = start(folder)
+    while not rows_of(folder):
+        time.sleep(0.0005)
+    with pytest.raises(
+        UserError, match="run: another process is writing there; wait for its end, or take another"
+    ):
+        evaluate_slowly(folder)
+    child.kill()  # and its lock with it
+    child.join()
+    evaluate_slowly(folder)
+    assert len(read_run(folder).samples["lookup"]) == 300
+
+
 def test_same_session_again_reads_the_run_back(tmp_path: Path) -> None:
     benchmark = Benchmark(
         "two", ("factbook-tiny:heldout",), "mempo/MultiObjectiveQA-v0",

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from envs.errors import UserError
+from eval.store import only_writer
 from trainer import learner, replay, run
 from trainer.config import RunConfig, load_config
 
@@ -271,6 +272,18 @@ def test_every_recipe_trains_a_step(recipe: str, tmp_path: Path) -> None:
     run.run_folder(small("steps=1", "evaluation.tasks=''", recipe=recipe), tmp_path / recipe)
     start = load_file(tmp_path / recipe / "cold_start" / "model.safetensors")
     assert any(not value.equal(start[key]) for key, value in weights(tmp_path / recipe).items())
+
+
+def test_two_processes_do_not_write_one_run(
+    four_steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(four_steps, folder)
+    before = (folder / "metrics.jsonl").read_bytes()
+    with only_writer(folder):
+        assert run.main(["--resume", str(folder)]) == 2
+    assert "another process is writing there" in capsys.readouterr().err
+    assert (folder / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(
