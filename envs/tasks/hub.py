@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from envs.errors import UserError
 from envs.tasks.forms import tasks_of_rows
 from envs.tasks.rows import Row, iterate_rows
@@ -119,15 +121,23 @@ def _pinned_revision(name: str) -> str:
         import huggingface_hub
 
         try:
-            known[name] = huggingface_hub.HfApi().dataset_info(name).sha
+            found = huggingface_hub.HfApi().dataset_info(name).sha
         except Exception as error:  # as in `_download`
             raise UserError(f"hub:{name}: its revision cannot be looked up ({_first_line(error)})") from None
-        record = _record_file()
-        record.parent.mkdir(parents=True, exist_ok=True)
+        known = _record(name, str(found))
+    return str(known[name])
+
+
+def _record(name: str, revision: str) -> dict[str, Any]:
+    """What is recorded once this is, too; where another process was first with a set, its revision counts."""
+    record = _record_file()
+    record.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(record.with_name(f"{record.name}.lock")):
+        known = {name: revision, **_recorded()}
         aside = record.with_name(f"{record.name}.{os.getpid()}")
         aside.write_text(json.dumps(known, indent=1, sort_keys=True), encoding="utf-8")
         aside.replace(record)
-    return str(known[name])
+    return known
 
 
 def _recorded() -> dict[str, Any]:

@@ -65,6 +65,22 @@ def test_a_revision_is_recorded_at_first_load_and_pinned(hub: dict[str, Any], tm
     assert json.loads((tmp_path / "hub.json").read_text()) == {"o/sets": "abc123"}
 
 
+def test_what_another_process_recorded_meanwhile_is_kept(
+    hub: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While this one asks for a revision, another one loads two sets for the first time, the same among them."""
+    import huggingface_hub
+
+    def slow_answer(self: Any, name: str) -> Any:
+        (tmp_path / "hub.json").write_text('{"o/other": "def456", "o/sets": "first"}')
+        return SimpleNamespace(sha="second")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", slow_answer)
+    load_hub_tasks("hub:o/sets/nq")
+    assert hub["loaded"] == [("o/sets", "nq", "dev", "first")]
+    assert json.loads((tmp_path / "hub.json").read_text()) == {"o/other": "def456", "o/sets": "first"}
+
+
 @pytest.mark.parametrize(
     ("splits", "taken"),
     [(["train", "dev", "test"], "test"), (["train", "validation"], "validation"), (["train"], "train")],
