@@ -103,6 +103,8 @@ class ColdStartConfig(Section):
     """Temperature at the endpoint."""
     teacher_samples: int = Field(default=1, ge=1)
     """Attempts at each question at the endpoint."""
+    right_reward: float = 1.0
+    """With `imitate`: least reward of an episode to imitate; lower it where penalties are taken off, or parts paid."""
     think: bool = False
     """The expert writes a short thought before each action."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)

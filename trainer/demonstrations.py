@@ -94,7 +94,10 @@ def demonstrate(config: RunConfig, folder: Path | None = None) -> tuple[list[Epi
         )
     if not episodes:
         why = f"; the first failure: {failures[0]}" if failures else ""
-        raise UserError(f"teacher {teacher!r} gave no right episode ({_told(counts)}){why}")
+        raise UserError(
+            f"teacher {teacher!r} gave no right episode ({_told(counts)}), none of at least "
+            f"{config.cold_start.right_reward:g} reward (cold_start.right_reward){why}"
+        )
     return episodes, counts
 
 
@@ -177,7 +180,9 @@ def _scripted(config: RunConfig, teacher: str, counts: Counter[str], failures: l
     return [
         episode
         for source in _sources(config)
-        for episode in _play(source, ((task, player) for task in source.tasks), counts, failures)
+        for episode in _play(
+            source, ((task, player) for task in source.tasks), settings.right_reward, counts, failures
+        )
     ]
 
 
@@ -195,7 +200,7 @@ def _replayed(
             places[task.id].append((source, task))
     episodes: list[Episode] = []
     for name, sample in ((name, sample) for name, each in samples.items() for sample in each):
-        if sample.error is not None or sample.reward < 1.0:
+        if sample.error is not None or sample.reward < config.cold_start.right_reward:
             counts["played"] += 1
             continue
         known = [
@@ -209,7 +214,13 @@ def _replayed(
             )
         for source, task in known:
             outcome = Counter[str]()
-            kept = _play(source, [(task, partial(_recording, sample))], outcome, failures)
+            kept = _play(
+                source,
+                [(task, partial(_recording, sample))],
+                config.cold_start.right_reward,
+                outcome,
+                failures,
+            )
             if kept:
                 break
         counts.update(outcome)
@@ -232,6 +243,7 @@ def _recording(sample: Sample, task: Task) -> RecordedPlayer:
 def _play(
     source: _Source,
     jobs: Iterable[tuple[Task, Callable[[Task], ScriptedPlayer | None]]],
+    right_reward: float,
     counts: Counter[str],
     failures: list[str],
 ) -> list[Episode]:
@@ -254,7 +266,7 @@ def _play(
             counts["failed"] += 1
             failures.append(f"{type(error).__name__}: {error}".splitlines()[0][:300])
             continue
-        if is_right(record):
+        if is_right(record, right_reward):
             counts["right"] += 1
             kept.append(episode_of(record, source.index))
         elif isinstance(player, RecordedPlayer):

@@ -8,6 +8,7 @@ without knowing the answers by heart fails, and that is what reinforcement learn
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -90,9 +91,9 @@ def teach(
     return kept, len(kept) / episodes
 
 
-def is_right(record: Record) -> bool:
-    """Whether the environment paid the full reward for the answer."""
-    return record.scores.get("reward", 0.0) >= 1.0
+def is_right(record: Record, reward: float = 1.0) -> bool:
+    """Whether the environment paid at least ``reward`` for the answer."""
+    return record.scores.get("reward", -math.inf) >= reward
 
 
 def episode_of(record: Record, environment: int = 0) -> Episode:

@@ -227,6 +227,23 @@ def test_the_expert_plays_what_it_knows_the_way_to(world: Path, tmp_path: Path) 
         demonstrate(configured(world, f"cold_start.teacher={tmp_path / 'd.jsonl'}"))
 
 
+def test_what_counts_as_right_fits_how_the_environment_pays(world: Path, tmp_path: Path) -> None:
+    """Half of the points for an answer: nothing is paid in full; with the least reward at a half all is as before."""
+    full, _ = demonstrate(configured(world))
+
+    def half(*more: str) -> tuple[list[Episode], dict[str, int]]:
+        config = configured(world, *more).model_dump()
+        config["environment"][0]["kwargs"]["reward"] = {"em": 0.5}
+        episodes, counts = demonstrate(RunConfig.model_validate(config), tmp_path / "teacher")
+        return episodes, dict(counts)
+
+    with pytest.raises(
+        UserError, match=r"no right episode \(played 3, unknown 1\), none of at least 1 reward"
+    ):
+        half()
+    assert half("cold_start.right_reward=0.5") == (full, {"played": 3, "right": 3, "unknown": 1})
+
+
 def test_a_run_learns_the_teachers_words_and_leaves_what_it_says(world: Path, tmp_path: Path) -> None:
     assert command(world, tmp_path / "out") == 0
     rows = [json.loads(line) for line in (tmp_path / "out" / "imitation.jsonl").read_text().splitlines()]
