@@ -10,27 +10,23 @@ request samples depends on its own seed only (see ``sampling``).
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agent.engines.base import Completion, EngineError, FinishReason, GenerationRequest, check_request
-from agent.engines.kv_cache import ATTENTION, Prefill, SlotCache
+from agent.engines.kv_cache import Prefill
 from agent.engines.sampling import sample
+from agent.engines.slot_model import SlotModel
 from agent.spans import token_bytes
-from envs.errors import UserError
 
 # A prefill call costs about as much as this many tokens beyond its own: padding up to it is cheaper than a
 # call.
 _CALL_COST = 256
 _MAX_PREFILL_TOKENS = 16_384
 _MIN_PREFIX = 64
-_LAYER_KINDS = {"full_attention", "sliding_attention"}
 
 
 class _Job:
@@ -87,29 +83,14 @@ class LocalEngine:
         max_batch: int = 256,
         weight_version: int = 0,
     ) -> None:
-        config = model.config.get_text_config()
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if kinds - _LAYER_KINDS:
-            raise UserError(
-                f"the local engine has no cache for layers of kind {sorted(kinds - _LAYER_KINDS)}"
-            )
-        attention = getattr(config, "_attn_implementation", "sdpa")
-        if attention not in ("sdpa", "eager"):
-            raise UserError(f"the local engine needs attention 'sdpa' or 'eager', not {attention!r}")
         self.model = model
         self.tokenizer = tokenizer
         self.max_batch = max_batch
         self._version = weight_version
-        self._max_context = int(config.max_position_embeddings)
-        self._vocab_size = int(config.vocab_size)
         self._bytes = token_bytes(tokenizer)
         self._stop_ids = _end_ids(model, tokenizer)
-        self._config = config
-        self._head = model.get_output_embeddings()
-        names = inspect.signature(type(model).forward).parameters
-        self._cache_name = "cache" if "cache" in names else "past_key_values"
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self._cache = SlotCache(_windows(config), int(heads), self._max_context)
+        self._slots = SlotModel(model)
+        self._cache = self._slots.cache
         self._waiting: list[_Job] = []
         self._checked = False
         self._driver: asyncio.Task[None] | None = None
@@ -121,20 +102,20 @@ class LocalEngine:
 
     @property
     def max_context(self) -> int:
-        return self._max_context
+        return self._slots.max_context
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one completion; see `Engine`. Cancelling the coroutine frees its slot before the next
         step."""
         if self._closed:
             raise EngineError("the engine is closed")
-        check_request(request, self._vocab_size, self._max_context)
+        check_request(request, self._slots.vocab_size, self._slots.max_context)
         loop = asyncio.get_running_loop()
         if self._driver is None or self._driver.done() or self._driver.get_loop() is not loop:
             # Whatever an interrupted loop left behind has nobody waiting for it.
             self._reset()
             self._driver = loop.create_task(self._drive())
-        job = _Job(request, loop.create_future(), self._stop_ids, self._max_context)
+        job = _Job(request, loop.create_future(), self._stop_ids, self._slots.max_context)
         self._waiting.append(job)
         assert job.future is not None
         return await job.future
@@ -148,8 +129,8 @@ class LocalEngine:
         if self._busy:
             raise EngineError("generate_all was called while other requests are in flight")
         for request in requests:
-            check_request(request, self._vocab_size, self._max_context)
-        jobs = [_Job(request, None, self._stop_ids, self._max_context) for request in requests]
+            check_request(request, self._slots.vocab_size, self._slots.max_context)
+        jobs = [_Job(request, None, self._stop_ids, self._slots.max_context) for request in requests]
         finished: dict[int, Completion] = {}
         self._waiting = list(jobs)
         try:
@@ -237,7 +218,8 @@ class LocalEngine:
         try:
             with torch.inference_mode():
                 if not self._checked:
-                    self._check_model()
+                    self._slots.check()
+                    self._checked = True
                 self._drop_cancelled()
                 finished = self._admit()
                 if any(self._cache.rows):
@@ -246,34 +228,6 @@ class LocalEngine:
             for module in training:
                 module.training = True
         return finished
-
-    def _check_model(self) -> None:
-        """Decode a few tokens through the slots and compare with a plain forward pass.
-
-        Guards against architectures whose attention has something (position biases, sinks) that the slots
-        lack.
-        """
-        ids = [(17 * i + 3) % self._vocab_size for i in range(8)]
-        plain = self.model(input_ids=torch.tensor([ids], device=self.model.device), use_cache=False).logits
-        probe = _Job(GenerationRequest(tuple(ids[:5]), seed=0), None, frozenset(), self._max_context)
-        arena, row = self._cache.place(probe, 5)
-        found = [self._forward_prompts([tuple(ids[:5])], Prefill([(arena, row, 0, 1, 5)]))]
-        for token in ids[5:]:
-            found.append(self._forward_slots([probe], [token]))
-            probe.length += 1
-        self._cache.remove(arena, row)
-        gap = (
-            (torch.cat(found).float().log_softmax(-1) - plain[0, 4:].float().log_softmax(-1))
-            .abs()
-            .max()
-            .item()
-        )
-        if not gap <= (1e-3 if self.model.dtype == torch.float32 else 0.5):
-            name = type(self.model).__name__
-            raise UserError(
-                f"the local engine cannot serve {name}: log-probs differ by {gap:.2g} from its own"
-            )
-        self._checked = True
 
     def _drop_cancelled(self) -> None:
         self._waiting = [job for job in self._waiting if job.future is None or not job.future.done()]
@@ -319,7 +273,7 @@ class LocalEngine:
         if shared < _MIN_PREFIX:
             return
         self._cache.forget_prefix()
-        self._forward_prompts([low[:shared]], Prefill(store_prefix=True))
+        self._slots.read([low[:shared]], Prefill(store_prefix=True))
         self._cache.prefix_ids = low[:shared]
 
     def _has_prefix(self, prompt: tuple[int, ...]) -> bool:
@@ -358,54 +312,17 @@ class LocalEngine:
             else:
                 pieces.append((arena, row, index, index + 1, len(prompt)))
         if not self._has_prefix(prompts[0]):
-            return self._forward_prompts(prompts, Prefill(pieces))
+            return self._slots.read(prompts, Prefill(pieces))
         skip = len(self._cache.prefix_ids)
-        return self._forward_prompts([p[skip:] for p in prompts], Prefill(pieces, use_prefix=True))
-
-    def _forward_prompts(self, prompts: list[tuple[int, ...]], prefill: Prefill) -> torch.Tensor:
-        """Right-padded forward pass; logits ``(B, V)`` at each prompt's last token.
-
-        Causal attention alone keeps the padding out of every real position, so the model makes its own masks.
-        """
-        device = self.model.device
-        width = max(map(len, prompts))
-        ids = torch.tensor([(*prompt, *(0,) * (width - len(prompt))) for prompt in prompts], device=device)
-        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
-        self._cache.prefill = prefill
-        try:
-            positions = torch.arange(width, device=device) + self._cache.seen
-            with _last_positions(self._head, last):
-                return self._call(ids, positions.expand(len(prompts), -1))
-        finally:
-            self._cache.prefill = None
+        return self._slots.read([p[skip:] for p in prompts], Prefill(pieces, use_prefix=True))
 
     def _decode(self) -> list[tuple[_Job, Completion]]:
         self._cache.promote()
         jobs = self._active()
-        logits = self._forward_slots(jobs, [job.ids[-1] for job in jobs])
+        logits = self._slots.append([job.ids[-1] for job in jobs])
         for job in jobs:
             job.length += 1
         return self._sample(logits, jobs)
-
-    def _forward_slots(self, jobs: list[_Job], tokens: list[int]) -> torch.Tensor:
-        """Append one token to each row, in batch order; logits ``(B, V)`` after it."""
-        device = self.model.device
-        positions = torch.tensor([[job.length] for job in jobs], device=device)
-        attention = self._config._attn_implementation
-        self._cache.plan_decode(device, self.model.dtype)
-        SlotCache.current = self._cache
-        self._config._attn_implementation = ATTENTION
-        try:
-            return self._call(torch.tensor([[token] for token in tokens], device=device), positions)
-        finally:
-            self._config._attn_implementation = attention
-            SlotCache.current = None
-            self._cache.blocks = []
-
-    def _call(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        cache: dict[str, Any] = {self._cache_name: self._cache}
-        output = self.model(input_ids=ids, position_ids=positions, use_cache=True, return_dict=True, **cache)
-        return output.logits[:, -1]
 
     def _sample(self, logits: torch.Tensor, jobs: list[_Job]) -> list[tuple[_Job, Completion]]:
         """Draw a token for each job; take out those that end with it."""
@@ -437,14 +354,6 @@ class LocalEngine:
         return any(stop in text for stop in job.stops)
 
 
-def _windows(config: Any) -> list[int | None]:
-    """The attention window of each layer; a config without layer types (Mistral) has one window for all."""
-    layers = int(config.num_hidden_layers)
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
-    return [int(window) if window and kind == "sliding_attention" else None for kind in kinds]
-
-
 def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     ends: set[int] = set()
     generation = getattr(model, "generation_config", None)
@@ -454,18 +363,3 @@ def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> froz
         elif value:
             ends.update(int(index) for index in value)
     return frozenset(ends)
-
-
-@contextlib.contextmanager
-def _last_positions(head: torch.nn.Module, last: torch.Tensor) -> Iterator[None]:
-    """Let the output layer see only position ``last[b]`` of row b: full logits of long prompts do not fit."""
-
-    def pick(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        hidden = args[0]
-        return (hidden[torch.arange(len(last), device=hidden.device), last][:, None], *args[1:])
-
-    handle = head.register_forward_pre_hook(pick)
-    try:
-        yield
-    finally:
-        handle.remove()
