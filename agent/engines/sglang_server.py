@@ -6,6 +6,7 @@ and a server without them answers 404, which is taken for "not needed".
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -135,8 +136,16 @@ class Server:
         self._succeed("/destroy_weights_update_group", {"group_name": name})
 
     def begin_update(self) -> bool:
-        """Whether this server has sessions of updates, and one is open now."""
-        answer = self._call("POST", "/begin_weight_update", {}, allowed=(404, 405))
+        """Whether this server has sessions of updates, and one is open now.
+
+        One that an earlier update left open (its trainer was killed, a collective broke off) is ended first: all
+        tensors come anew.
+        """
+        answer = self._call("POST", "/begin_weight_update", {}, allowed=(400, 404, 405))
+        if answer.status_code == 400:
+            with contextlib.suppress(EngineError):
+                self.end_update()
+            answer = self._call("POST", "/begin_weight_update", {})
         if answer.status_code in (404, 405):
             return False
         _check_success(self.url, "/begin_weight_update", answer)

@@ -52,7 +52,7 @@ class FakeSGLang:
         folder: whose weights it serves, and ``label`` their version.
         corrupt, lies, refuses: other weights than it was given; another version; no update by broadcast.
         extra: tensors, with their hashes, that it shows beside those of its folder.
-        sessions: whether it has the routes around an update.
+        sessions: whether it has the routes around an update; ``open``: whether it is within one.
     """
 
     def __init__(self, folder: Path, sessions: bool = True) -> None:
@@ -81,7 +81,7 @@ class FakeSGLang:
 
     def start(self) -> None:
         """Come up as it was started first, whatever it was given later."""
-        self.folder, self.label = self.start_folder, "default"
+        self.folder, self.label, self.open = self.start_folder, "default", False
         self.sums = folder_checksums(self.folder)
         self._do(self._listen())
 
@@ -150,8 +150,12 @@ class FakeSGLang:
         name = path.removeprefix("/")
         if name == "generate":
             return await self._generate(body)
-        if name in ("begin_weight_update", "end_weight_update"):
-            return (200, {"success": True, "message": "Success"}) if self.sessions else _recorded("not_found")
+        if name in ("begin_weight_update", "end_weight_update") and self.sessions:
+            opens = name == "begin_weight_update"
+            if self.open == opens:
+                return _recorded("session_open" if opens else "session_not_open")
+            self.open = opens
+            return 200, {"success": True, "message": "Success"}
         if name == "pause_generation":
             self._go_on.clear()
             self._aborted.set()

@@ -99,6 +99,19 @@ def test_a_collective_that_breaks_off_is_the_engines_failure(
         server.close()
 
 
+def test_a_session_that_a_killed_trainer_left_open_is_ended(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.engines.sglang.BroadcastCarrier", Quiet)
+    server = FakeSGLang(folder)
+    server.open = True
+    try:
+        with training([server], tmp_path, make_model(), weights="distributed") as engine:
+            assert engine.weight_version == 0 and not server.open
+    finally:
+        server.close()
+
+
 def test_settings_that_make_no_sense() -> None:
     for wrong in (
         {"urls": ("host:1",)},
