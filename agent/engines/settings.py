@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -48,7 +49,7 @@ class SGLangSettings(BaseModel):
     def _addresses(self) -> SGLangSettings:
         for url in self.urls:
             check_address(url)
-        if len(set(self.urls)) < len(self.urls):
+        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
             raise ValueError("the same address twice")
         if self.launch and self.urls:
             raise ValueError("launch starts a server of its own: give no urls with it")
@@ -85,5 +86,10 @@ def check_address(url: str) -> None:
     Raises:
         UserError: no ``http://host:port``.
     """
-    if not url.startswith(("http://", "https://")):
+    try:
+        parts = urlsplit(url)
+        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, a bracket that is not closed
+        fits = False
+    if not fits:
         raise UserError(f"{url!r} is no address; http://host:port is needed")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from agent.engines.base import EngineError
 from agent.engines.settings import SGLangSettings
@@ -115,8 +116,13 @@ def test_a_session_that_a_killed_trainer_left_open_is_ended(
 def test_settings_that_make_no_sense() -> None:
     for wrong in (
         {"urls": ("host:1",)},
+        {"urls": ("http://host:x",)},
+        {"urls": ("http://host:99999",)},
+        {"urls": ("http://:1",)},
+        {"urls": ("http://[",)},
         {"urls": ("http://a", "http://a")},
+        {"urls": ("http://a", "http://a/")},
         {"urls": ("http://a",), "launch": True},
     ):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValidationError):
             SGLangSettings(**wrong)  # type: ignore[arg-type]
