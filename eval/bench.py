@@ -54,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # An OSError is a folder that cannot be written, a full disk, a file that is none: a person's to mend.
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -50,7 +50,7 @@ from trainer.policy import first_policy
 from trainer.questions import Questions, prompt_builders
 from trainer.validation import Validation
 
-FAILED, BAD_INPUT = 1, 2
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,6 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EngineError as error:
         print(f"error: {error}; --resume {folder} goes on when the engine is back", file=sys.stderr)
         return FAILED
+    except KeyboardInterrupt:
+        print(f"interrupted; --resume {folder} goes on from the last checkpoint", file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 

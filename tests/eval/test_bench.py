@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -333,6 +334,17 @@ def test_mistakes_are_one_line(
     assert main(command) == 2
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1 and error[0].startswith("error: ") and message in error[0]
+
+
+def test_an_interruption_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("eval.bench.run_session", interrupt)
+    assert main(["--player", "expert", "--benchmark", "factbook-tiny-2"]) == 130
+    assert capsys.readouterr().err == "interrupted; the same command goes on\n"
 
 
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,6 +143,21 @@ def test_a_run_of_broken_steps_stops_at_the_last_good_checkpoint(
     assert [row["step"] for row in rows] == list(range(1, 7)) and rows[-1]["update/skipped_steps"] == 0
 
 
+def test_an_interrupted_run_says_in_one_line_how_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "train", interrupt)
+    options = [part for option in [*SMALL, "evaluation.tasks=''"] for part in ("--set", option)]
+    assert run.main(["tiny", "--out", str(tmp_path / "run"), *options]) == 130
+    assert (
+        capsys.readouterr().err
+        == f"interrupted; --resume {tmp_path / 'run'} goes on from the last checkpoint\n"
+    )
+
+
 def test_another_seed_gives_another_run(four_steps: Path, tmp_path: Path) -> None:
     run.run_folder(small("steps=1", "seed=1"), tmp_path / "other")
     first = (four_steps / "metrics.jsonl").read_text().splitlines()[0]
