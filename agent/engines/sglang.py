@@ -140,9 +140,15 @@ class SGLangEngine:
         """An engine over running servers that keep the weights they have.
 
         Raises:
-            UserError: no server there, or servers with different weights.
+            UserError: no server there, servers with different weights, or one that generates nothing.
         """
         members = _members(settings, None, "auto", Path("sglang.log"))
+        for member in members:
+            if not member.server.generates():
+                raise UserError(
+                    f"{member.url} generates nothing: a trainer that was killed may have left it paused "
+                    f"(curl -X POST {member.url}/continue_generation --json '{{}}')"
+                )
         labels = sorted({member.info.weight_version for member in members if member.info is not None})
         if len(labels) > 1:
             raise UserError(f"the servers serve different weights: {', '.join(labels)}")

@@ -104,6 +104,10 @@ class Server:
         """The label of the weights that it serves."""
         return str(self._json("GET", "/model_info", timeout=timeout).get("weight_version", "default"))
 
+    def generates(self) -> bool:
+        """Whether tokens come out of it, which it finds out by itself within 20 s."""
+        return self._call("GET", "/health_generate", None, allowed=(404, 503)).status_code != 503
+
     def pause(self) -> None:
         """Abort what runs; what is asked from now on waits."""
         self._json("POST", "/pause_generation", {"mode": "abort"})

@@ -162,6 +162,8 @@ class FakeSGLang:
             while self._running:
                 await asyncio.sleep(0.001)
             self._aborted.clear()
+        elif name == "health_generate":
+            return (200 if self._go_on.is_set() else 503), ""
         elif name == "continue_generation":
             self._go_on.set()
         elif name == "update_weights_from_disk":

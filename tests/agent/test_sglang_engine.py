@@ -17,6 +17,7 @@ from agent.engines.base import Completion, EngineError, GenerationRequest
 from agent.engines.settings import SGLangSettings
 from agent.engines.sglang import SGLangEngine
 from agent.engines.sglang_reply import body_of, read_reply
+from agent.engines.sglang_server import Server
 from agent.models import save_model
 from agent.tiny import build_tokenizer
 from envs.errors import UserError
@@ -353,6 +354,20 @@ def test_nobody_there_at_the_start(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no SGLang server at http://127\.0\.0\.1:9"):
         SGLangEngine.for_training(make_model(), TOKENIZER, settings, tmp_path)
     assert not (tmp_path / "sglang").exists()
+
+
+def test_a_server_that_was_left_paused_is_not_evaluated_and_is_trained_on(
+    fake: FakeSGLang, tmp_path: Path
+) -> None:
+    operator = Server(fake.url)
+    operator.pause()  # and whoever did it was killed
+    with pytest.raises(UserError, match=rf"{fake.url} generates nothing: .*paused"), evaluating([fake]):
+        pass
+    with training([fake], tmp_path) as engine:
+        assert ask(engine).weight_version == 0
+    operator.close()
+    with evaluating([fake]) as engine:
+        assert ask(engine).finish == "stop"
 
 
 def test_servers_with_different_weights_are_refused(fakes: list[FakeSGLang]) -> None:
