@@ -75,7 +75,7 @@ def serving_engine(
         kind: ``sglang``, or ``vllm`` (one server).
 
     Raises:
-        UserError: no server there, or servers with different weights.
+        UserError: no server there, servers with different weights, or of another model.
     """
     if kind == "vllm":
         from agent.engines.vllm import VLLMEngine
@@ -83,12 +83,19 @@ def serving_engine(
         # An evaluation reads no log-probs, so it does not matter whose they are.
         return VLLMEngine(only_vllm(urls), int(config.vocab_size), exact_logprobs=False)
     from agent.engines.sglang import SGLangEngine
+    from agent.engines.sglang_weights import refuse_other_model
 
     try:
         settings = SGLangSettings(urls=tuple(urls))
     except ValidationError as error:
         raise UserError(f"server: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
-    return SGLangEngine.for_evaluation(settings, int(config.vocab_size), int(config.max_position_embeddings))
+    engine = SGLangEngine.for_evaluation(
+        settings, int(config.vocab_size), int(config.max_position_embeddings)
+    )
+    for member in engine.pool.members:
+        assert member.info is not None
+        refuse_other_model(config, member.info, member.url)
+    return engine
 
 
 def only_vllm(urls: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from agent.engines.base import EngineError, GenerationRequest
+from agent.engines.choose import serving_engine
 from agent.engines.sglang_server import Server, ServerInfo
 from agent.engines.sglang_weights import check_weights, plain_model, refuse_other_model
 from agent.models import load_model, save_model
@@ -156,6 +157,12 @@ def test_a_model_of_another_size_is_refused_where_the_folder_can_be_seen(tmp_pat
     refuse_other_model(make_model().config, info, "it")
     with pytest.raises(UserError, match="num_hidden_layers is 3 here and 2 there"):
         refuse_other_model(make_model(num_hidden_layers=3).config, info, "it")
+
+
+def test_an_evaluation_refuses_a_server_of_another_size(fake: FakeSGLang) -> None:
+    assert serving_engine([fake.url], make_model().config).weight_version == 0
+    with pytest.raises(UserError, match=r"serves another model .*: hidden_size is 32 here and 16 there"):
+        serving_engine([fake.url], make_model(hidden_size=32).config)
 
 
 def test_a_server_with_other_tensors_is_refused(fake: FakeSGLang, tmp_path: Path) -> None:
