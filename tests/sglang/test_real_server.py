@@ -202,6 +202,10 @@ def test_nothing_in_flight_is_served_by_old_weights(
 
 
 def test_weights_by_broadcast(server: LocalServer, policy: LoadedModel, tmp_path: Path) -> None:
+    operator = Server(server.url)
+    operator.pause()
+    assert operator.begin_update()  # as a trainer leaves it that is killed in the middle
+    operator.close()
     with engine_of(server, policy, tmp_path, weights="distributed") as engine:
         first = served_checksums(server)
         for version in (1, 2):  # the second time over the same group
