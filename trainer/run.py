@@ -56,6 +56,7 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     transformers.utils.logging.disable_progress_bar()  # a run has its own
+    folder = options.resume or options.out or Path("RUN")
     try:
         folder, config, resumed = _choose(options)
         with only_writer(folder):
