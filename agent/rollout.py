@@ -281,10 +281,10 @@ def _text(prompts: PromptBuilder, completion: Completion, stops: Sequence[str]) 
 def _at_stop(prompts: PromptBuilder, completion: Completion, stops: Sequence[str]) -> bool:
     """Whether the last token completes a stop string."""
     table = token_bytes(prompts.tokenizer)
-    last = table.piece(completion.ids[-1])
+    last = len(table.piece(completion.ids[-1]))
     tail = b"".join(table.pieces(completion.ids[-max(map(len, stops), default=1) :]))
-    at_end = tail[-(max(map(len, stops), default=0) + len(last) - 1) :]
-    return bool(last) and any(stop.encode() in at_end for stop in stops)
+    # A window for each: in that of the longest a shorter one would also be found before the last token.
+    return last > 0 and any(s in tail[-(len(s) + last - 1) :] for s in (stop.encode() for stop in stops))
 
 
 async def _environment(call: Callable[[], T], limit: float | None, starting: bool = False) -> T:

@@ -18,7 +18,7 @@ from agent.seeds import derive
 from agent.tiny import build_tokenizer
 from agent.trajectory import Group, Trajectory
 from envs.errors import UserError
-from envs.grammar import parse_turn
+from envs.grammar import ACTION_STOPS, parse_turn
 from envs.tasks.task import Task
 
 TOKENIZER: PreTrainedTokenizerFast = build_tokenizer(["the answer is yes"] * 50, 300)
@@ -318,6 +318,15 @@ def test_a_stop_inside_a_memory_at_the_last_token_is_a_stop_by_length() -> None:
     result = play(Game(TASKS[0]), Scripted(lambda _: done(said)), sampling=Sampling(max_new_tokens=len(said)))
     assert result.stop_reason == "length" and result.turns[0].completion_ids == said
     assert result.turns[0].memory is None and result.turns[0].text == "<mem>write </answer>"
+
+
+@pytest.mark.parametrize("stop", ACTION_STOPS)
+def test_the_end_of_a_turn_behind_a_stop_inside_a_memory_is_one(stop: str) -> None:
+    first = ids_of(f"<mem>write {stop}")
+    engine = Scripted(lambda request: done(END if request.prompt_ids[-len(first) :] == first else first))
+    turn = play(Game(TASKS[0]), engine, sampling=Sampling(max_new_tokens=50)).turns[0]
+    assert turn.completion_ids == (*first, *END) and turn.finish == "stop"
+    assert turn.text == f"<mem>write {stop}"
 
 
 def test_tags_that_are_special_tokens_belong_to_the_text() -> None:
