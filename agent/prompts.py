@@ -186,12 +186,13 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
     The tokenizer behind it is asked for the ids alone; transformers has it find offsets as well, and copies
     masks and types that nobody reads. Transformers is asked where it does more than that: for a class with rules
-    of its own (Code Llama's infilling), where a call before this one left truncation or padding switched on, and
-    where special tokens are to be split.
+    of its own (Code Llama's infilling), where special tokens are to be split, and where a call before this one left
+    that, truncation or padding switched on.
     """
     plain = getattr(type(tokenizer), "_encode_plus", None) is PreTrainedTokenizerFast._encode_plus
     backend = tokenizer.backend_tokenizer if plain else None
-    if backend is None or backend.truncation or backend.padding or tokenizer.split_special_tokens:
+    left_on = backend and (backend.truncation or backend.padding or backend.encode_special_tokens)
+    if backend is None or left_on or tokenizer.split_special_tokens:
         return list(tokenizer.encode(text, add_special_tokens=False))
     return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 

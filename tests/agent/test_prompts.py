@@ -177,7 +177,11 @@ def test_ids_of_a_text_are_those_of_encode(tokenizer: PreTrainedTokenizerFast) -
 
 def test_ids_of_a_text_whatever_a_call_before_switched_on(tokenizer: PreTrainedTokenizerFast) -> None:
     expected = [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
-    for left_over in ({"truncation": True, "max_length": 3}, {"padding": "max_length", "max_length": 900}):
+    for left_over in (
+        {"truncation": True, "max_length": 3},
+        {"padding": "max_length", "max_length": 900},
+        {"split_special_tokens": True},
+    ):
         for text, ids in zip(TEXTS, expected, strict=True):
             tokenizer("one two three four five", **left_over)  # type: ignore[arg-type]
             assert text_ids(tokenizer, text) == ids
