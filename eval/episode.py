@@ -74,7 +74,8 @@ class Sample:
 
     def to_json(self) -> dict[str, Any]:
         # By hand: `dataclasses.asdict` copies every value deep, which took half of the time of a record.
-        return {"id": self.id, **vars(self), "turns": [dict(vars(turn)) for turn in self.turns]}
+        turns = [dict(vars(turn)) for turn in self.turns]
+        return {"id": self.id, **vars(self), "turns": turns, "tags": dict(self.tags)}
 
     @staticmethod
     def from_json(row: Mapping[str, Any]) -> Sample:

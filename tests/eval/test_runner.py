@@ -61,6 +61,13 @@ def test_json_there_and_back() -> None:
         assert Sample.from_json(json.loads(json.dumps(sample.to_json()))) == sample
 
 
+def test_what_is_done_to_a_row_is_not_done_to_its_sample() -> None:
+    sample = run().samples[0]
+    row = sample.to_json()
+    row["tags"]["hops"] = row["turns"][0]["text"] = "changed"
+    assert "changed" not in str(sample)
+
+
 def test_an_evaluation_prints_short() -> None:
     """Whatever ran it may print its result: asyncio does, when it puts the handler of an interrupt back."""
     assert "Warsaw" not in repr(run()) and len(repr(run())) < 100
