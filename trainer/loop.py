@@ -117,7 +117,8 @@ def roll_out(
     counted.
 
     Raises:
-        EngineError: the engine failed all groups of a step, which is then better done again than left empty.
+        EngineError: no group of a step was played, and not for its environments' failures alone: the step is better
+            done again than left empty.
     """
     settings = run.config.rollout
     limits = Limits(settings.step_seconds, settings.request_seconds, settings.episode_seconds)
@@ -146,7 +147,7 @@ def roll_out(
     played = asyncio.run(play())
     for _, report in played:
         dropped.update(report.dropped)
-    if attempt == 0 and dropped["engine"] == len(draws):
+    if attempt == 0 and dropped.total() == len(draws) > dropped["environment"]:
         raise EngineError(next(error for _, report in played for error in report.errors))
     return [
         (index, group) for index, (groups, _) in zip(environments, played, strict=True) for group in groups

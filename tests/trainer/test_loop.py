@@ -103,7 +103,12 @@ def test_rollouts_get_their_limits_and_come_back_with_their_environment(
     assert asked["one"] == ([tasks["b"]], Limits(5.0, None, 60.5), 16, 3, 2)
     assert asked["two"][0] == [tasks["a"], tasks["c"]]
 
-    failing["engine"] = 2
-    with pytest.raises(EngineError, match="the engine went away"):
-        loop.roll_out(run, draws[:2] + draws[:2], 3, Counter())
+    for causes in ({"engine": 2}, {"timeout": 2}, {"engine": 1, "environment": 1}):
+        failing.clear()
+        failing.update(causes)
+        with pytest.raises(EngineError, match="the engine went away"):
+            loop.roll_out(run, draws[:2] + draws[:2], 3, Counter())
     assert len(loop.roll_out(run, draws, 3, Counter(), attempt=1)) == 2  # the step has others
+    failing.clear()
+    failing["environment"] = 2  # no engine that could come back
+    loop.roll_out(run, draws[:2] + draws[:2], 3, Counter())
