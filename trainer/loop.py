@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from agent.engines.base import Engine, EngineError, TrainableEngine
+from agent.engines.base import Engine, TrainableEngine
 from agent.memory_score import MemoryScore, MemoryScorer
 from agent.prompts import PromptBuilder
 from agent.rollout import Limits, RolloutReport, Sampling, collect_groups
@@ -34,6 +34,10 @@ from trainer.rows import GroupAdvantages, rows_from_groups
 from trainer.validation import Validation
 
 Scores = list[list[list[MemoryScore]]]
+
+
+class NothingPlayed(RuntimeError):
+    """Engine, tools or time limits failed every group of a step: it is better done again than left empty."""
 
 
 @dataclass
@@ -117,8 +121,7 @@ def roll_out(
     counted.
 
     Raises:
-        EngineError: no group of a step was played, and not for its environments' failures alone: the step is better
-            done again than left empty.
+        NothingPlayed: not one group of a step.
     """
     settings = run.config.rollout
     limits = Limits(settings.step_seconds, settings.request_seconds, settings.episode_seconds)
@@ -147,8 +150,9 @@ def roll_out(
     played = asyncio.run(play())
     for _, report in played:
         dropped.update(report.dropped)
-    if attempt == 0 and dropped.total() == len(draws) > dropped["environment"]:
-        raise EngineError(next(error for _, report in played for error in report.errors))
+    if attempt == 0 and dropped.total() == len(draws):
+        why = next(error for _, report in played for error in report.errors)
+        raise NothingPlayed(f"step {step}: not one group could be played; the first one: {why}")
     return [
         (index, group) for index, (groups, _) in zip(environments, played, strict=True) for group in groups
     ]

@@ -43,7 +43,7 @@ from trainer.checkpoint import CheckpointStore, restore_rng
 from trainer.config import RunConfig, engine_of, flag_overrides, load_config, recipe_names, write_config
 from trainer.imitate import start_by_imitation
 from trainer.learner import Learner, NonFiniteError
-from trainer.loop import Run, train
+from trainer.loop import NothingPlayed, Run, train
 from trainer.monitor import Monitor
 from trainer.plots import plot_run
 from trainer.policy import first_policy
@@ -67,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NonFiniteError as error:
         print(f"error: {error}; the last good checkpoint is in {folder / 'checkpoints'}", file=sys.stderr)
         return FAILED
-    except EngineError as error:
-        print(f"error: {error}; --resume {folder} goes on when the engine is back", file=sys.stderr)
+    except (EngineError, NothingPlayed) as error:
+        print(f"error: {error}; --resume {folder} goes on when that is mended", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print(f"interrupted; --resume {folder} goes on from the last checkpoint", file=sys.stderr)
