@@ -250,12 +250,8 @@ async def _complete(
             raise EpisodeError("engine", str(error)) from error
         if more.finish == "abort":
             raise EpisodeError("engine", "the engine aborted the request")
-        done = Completion(
-            (*ids, *more.ids),
-            (*(done.logprobs if done else ()), *more.logprobs),
-            more.finish,
-            more.weight_version,
-        )
+        before = done.logprobs if done else ()
+        done = replace(more, ids=(*ids, *more.ids), logprobs=(*before, *more.logprobs)) if done else more
         text = _text(prompts, done, sampling.stop)
         parsed = parse_turn(text)
         if (
@@ -272,7 +268,7 @@ async def _complete(
 def _text(prompts: PromptBuilder, completion: Completion, stops: Sequence[str]) -> str:
     """The completion's text without the special token that ended it."""
     table, ids = token_bytes(prompts.tokenizer), completion.ids
-    if completion.finish == "stop" and ids and ids[-1] in prompts.tokenizer.all_special_ids:
+    if completion.finish == "stop" and ids and ids[-1] in table.special:
         # The tags may have been made special tokens: one that closes an action is part of the text.
         ids = ids if table.text(ids[-1:]) in stops else ids[:-1]
     return table.text(ids)

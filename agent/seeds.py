@@ -18,11 +18,11 @@ def derive(*parts: int | str) -> int:
     Raises:
         TypeError: a part is neither int nor str (a bool or a float would hash by accident).
     """
-    digest = hashlib.blake2b(digest_size=8)
+    tagged = []
     for part in parts:
         if isinstance(part, bool) or not isinstance(part, int | str):
             raise TypeError(f"seed part {part!r} is a {type(part).__name__}; int or str is needed")
-        kind = "i" if isinstance(part, int) else "s"
+        kind = b"i" if isinstance(part, int) else b"s"
         body = str(part).encode("utf-8", "surrogatepass")
-        digest.update(f"{kind}{len(body)}:".encode() + body)
-    return int.from_bytes(digest.digest(), "big") >> 1
+        tagged.append(b"%s%d:%s" % (kind, len(body), body))
+    return int.from_bytes(hashlib.blake2b(b"".join(tagged), digest_size=8).digest(), "big") >> 1

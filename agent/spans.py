@@ -32,6 +32,7 @@ class TokenBytes:
         self._added = {
             int(index): str(token.content).encode() for index, token in tokenizer.added_tokens_decoder.items()
         }
+        self.special = frozenset(tokenizer.all_special_ids)
         self._convert = _converter(tokenizer)
         self._table: dict[int, bytes] = {}
 

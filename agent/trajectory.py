@@ -58,9 +58,10 @@ class Turn:
                 f"turn with {count} completion tokens has {len(self.logprobs)} log-probs and "
                 f"{len(self.sampled)} flags; the three must have one length"
             )
-        for logprob, sampled in zip(self.logprobs, self.sampled, strict=True):
-            if sampled and not (math.isfinite(logprob) and logprob <= 1e-6):
-                raise ValueError(f"log-prob {logprob} of a sampled token is not a finite number <= 0")
+        if not (all(map(math.isfinite, self.logprobs)) and max(self.logprobs, default=0.0) <= 1e-6):
+            for logprob, sampled in zip(self.logprobs, self.sampled, strict=True):
+                if sampled and not (math.isfinite(logprob) and logprob <= 1e-6):
+                    raise ValueError(f"log-prob {logprob} of a sampled token is not a finite number <= 0")
         if (self.memory is None) != (self.memory_span is None):
             raise ValueError("memory text and memory span must both be present or both be None")
         if self.memory_span is not None:

@@ -31,7 +31,7 @@ from eval.summary import summarise
 
 RUN, SAMPLES, SUMMARY, LATENCY = "run.json", "samples.jsonl", "summary.json", "latency.jsonl"
 LOCK = ".lock"
-SYNC_SECONDS = 0.5
+SYNC_SECONDS = 2.0
 """Rows are handed to the system at once, and to the disk at least this often."""
 
 

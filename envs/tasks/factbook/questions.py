@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from envs.retrieval.base import Passage
 from envs.tasks.factbook.facts import Fact
@@ -118,10 +119,15 @@ def _trim(head: str, answer: str, max_words: int) -> str:
     return kept if answer in kept and len(kept.split()) <= max_words else answer
 
 
+@lru_cache(maxsize=2**14)
+def _shown_clauses(value: str) -> tuple[str, ...]:
+    return tuple(clauses(lower_surnames(without_note(value))))
+
+
 def _filler(value: str, wanted: int, room: int, banned: tuple[frozenset[str], ...]) -> str:
     """The first clauses of a value, until ``wanted`` words are reached, at most ``room``; may be empty."""
     kept = ""
-    for clause in clauses(lower_surnames(without_note(value))):
+    for clause in _shown_clauses(value):
         candidate = f"{kept} {clause}".strip()
         size = len(candidate.split())
         balanced = candidate.count("(") == candidate.count(")")

@@ -58,6 +58,7 @@ class Country:
         return clean(node) if isinstance(node, str) else ""
 
 
+@lru_cache(maxsize=2**14)
 def clean(value: str) -> str:
     """Plain text of one value: no HTML, no entities, line breaks as ``; ``, single spaces."""
     text = _TAG.sub("", _BREAK.sub("; ", value)) if "<" in value else value

@@ -61,8 +61,13 @@ def leaks(answer: str, question: str, prefix: int = 4) -> bool:
     if not answered:
         return contains_words(question, answer)
 
-    stems = {word[:prefix] for word in asked if len(word) >= prefix}
+    stems = _stems(question, prefix)
     return all(len(word) >= prefix and word[:prefix] in stems for word in answered - asked)
+
+
+@lru_cache(maxsize=2**14)
+def _stems(text: str, length: int) -> frozenset[str]:
+    return frozenset(word[:length] for word in content_words(text) if len(word) >= length)
 
 
 def clauses(text: str) -> list[str]:

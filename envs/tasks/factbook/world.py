@@ -82,11 +82,9 @@ def finish(
         report[name] = {
             f"{hops}-hop": n for hops, n in sorted(Counter(t.metadata["hops"] for t in tasks).items())
         }
-    digest = hashlib.sha256()
+    digest, text_of = hashlib.sha256(), json.JSONEncoder(sort_keys=True).encode
     for passage in passages:
-        digest.update(json.dumps([passage.id, passage.title, passage.text]).encode())
+        digest.update(text_of([passage.id, passage.title, passage.text]).encode())
     for task in (*train, *heldout):
-        digest.update(
-            json.dumps([task.id, task.questions, task.golds, task.metadata], sort_keys=True).encode()
-        )
+        digest.update(text_of([task.id, task.questions, task.golds, task.metadata]).encode())
     return World(profile, seed, passages, train, heldout, report, digest.hexdigest())
