@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
+from agent.text_ids import text_ids
 from envs.base import render_observation
 from envs.errors import UserError, did_you_mean
 from envs.grammar import render_call
@@ -179,22 +180,6 @@ class PromptBuilder:
         if not middle or self._render(probes[1]) != f"{before}{probes[1]}{after}":
             return None
         return before, after
-
-
-def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """``tokenizer.encode(text, add_special_tokens=False)`` in two thirds of its time.
-
-    The tokenizer behind it is asked for the ids alone; transformers has it find offsets as well, and copies
-    masks and types that nobody reads. Transformers is asked where it does more than that: for a class with rules
-    of its own (Code Llama's infilling), where special tokens are to be split, and where a call before this one left
-    that, truncation or padding switched on.
-    """
-    plain = getattr(type(tokenizer), "_encode_plus", None) is PreTrainedTokenizerFast._encode_plus
-    backend = tokenizer.backend_tokenizer if plain else None
-    left_on = backend and (backend.truncation or backend.padding or backend.encode_special_tokens)
-    if backend is None or left_on or tokenizer.split_special_tokens:
-        return list(tokenizer.encode(text, add_special_tokens=False))
-    return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
 
 def _leading_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

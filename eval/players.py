@@ -13,9 +13,10 @@ import gymnasium as gym
 from agent.engines.base import Engine
 from agent.engines.scripted import RecordingEnded, ScriptedPlayer
 from agent.memory_score import MemoryScore
-from agent.prompts import PromptBuilder, text_ids
+from agent.prompts import PromptBuilder
 from agent.rollout import EpisodeError, Limits, Sampling, SeedKey, play_episode
 from agent.seeds import derive
+from agent.text_ids import text_ids
 from agent.trajectory import Trajectory
 from envs.grammar import parse_turn
 from envs.tasks.task import Task

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from agent.prompts import PromptBuilder, WindowExceeded, system_prompt, text_ids
+from agent.prompts import PromptBuilder, WindowExceeded, system_prompt
 from agent.tiny import build_tokenizer
 from envs.errors import UserError
 
@@ -158,45 +158,3 @@ def test_system_styles() -> None:
     assert few.endswith("Now your turn:") and "<answer>Vellenfirth</answer>" in few
     with pytest.raises(UserError, match="did you mean 'paper'"):
         system_prompt("TOOLS", "papers")  # type: ignore[arg-type]
-
-
-TEXTS = (
-    "",
-    " ",
-    OBSERVATION,
-    "<|im_start|>user\n<mem>naïve 日本 🙂</mem><|im_end|>\n",
-    "a" * 500,
-    "\ud55c\u0301 \u200b\x00 <|pad|>",
-)
-
-
-def test_ids_of_a_text_are_those_of_encode(tokenizer: PreTrainedTokenizerFast) -> None:
-    for text in TEXTS:
-        assert text_ids(tokenizer, text) == tokenizer.encode(text, add_special_tokens=False)
-
-
-def test_ids_of_a_text_whatever_a_call_before_switched_on(tokenizer: PreTrainedTokenizerFast) -> None:
-    expected = [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
-    for left_over in (
-        {"truncation": True, "max_length": 3},
-        {"padding": "max_length", "max_length": 900},
-        {"split_special_tokens": True},
-    ):
-        for text, ids in zip(TEXTS, expected, strict=True):
-            tokenizer("one two three four five", **left_over)  # type: ignore[arg-type]
-            assert text_ids(tokenizer, text) == ids
-
-
-def test_ids_of_a_text_follow_the_tokenizers_own_rules() -> None:
-    class Infilling(PreTrainedTokenizerFast):
-        def _encode_plus(self, text: Any, *arguments: Any, **options: Any) -> Any:
-            return super()._encode_plus(text.replace("<FILL>", "Warsaw"), *arguments, **options)
-
-    backend = build_tokenizer(["The capital of Poland is Warsaw."] * 20, 300).backend_tokenizer
-    filling = Infilling(tokenizer_object=backend, eos_token="<|im_end|>")
-    assert filling.decode(text_ids(filling, "is <FILL>.")) == "is Warsaw."
-    splitting = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", split_special_tokens=True
-    )
-    asked = splitting.encode("<|im_end|>", add_special_tokens=False)
-    assert len(asked) > 1 and text_ids(splitting, "<|im_end|>") == asked
