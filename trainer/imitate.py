@@ -304,6 +304,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(
+            "interrupted; the same command begins the steps anew (an endpoint's episodes are kept)",
+            file=sys.stderr,
+        )
+        return 130
     print(f"saved {out / 'model'}; curve: {out / 'imitation.png'}")
     return 0
 

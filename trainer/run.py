@@ -308,7 +308,7 @@ def _where(options: argparse.Namespace, written: str) -> list[str]:
     found = []
     if options.engine == "local" and (options.server or options.launch):
         raise UserError("--engine local samples in this process: leave out --server and --launch")
-    kind = "vllm" if written == "vllm" else "sglang"
+    kind = "sglang" if written == "local" else written
     engine = options.engine or (kind if options.server or options.launch else None)
     if engine is not None:
         found.append(f"rollout.engine={engine}")

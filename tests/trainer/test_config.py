@@ -206,6 +206,7 @@ def test_missing_data_and_a_malformed_row_are_named(
         (["--set", "rollout.sglang.pause=1"], "unknown key 'rollout.sglang.pause'"),
         (["--server", "http://127.0.0.1:9"], "no SGLang server at http://127.0.0.1:9"),
         (["--launch", "--set", "rollout.sglang.python=/nowhere/python"], "`make sglang-env` makes SGLang's"),
+        (["--set", "rollout.engine=vlm", "--server", "http://a:1"], "rollout.engine"),
         (["--engine", "vllm"], "no server is named: give rollout.vllm.url (--server URL)"),
         (["--engine", "vllm", "--launch"], "--engine vllm needs a running one: --server URL"),
         (["--engine", "vllm", "--server", "a:1"], "'a:1' is no address; http://host:port is needed"),

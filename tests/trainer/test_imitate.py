@@ -462,6 +462,21 @@ def test_mistakes_are_one_line(
     assert len(errors) == 1 and said in errors[0]
 
 
+def test_an_interruption_is_one_line(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trainer.imitate.imitate", interrupt)
+    assert command(world, tmp_path / "out") == 130
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("interrupted; the same command begins the steps anew")
+    )
+
+
 @pytest.mark.parametrize("change", [{"turns": []}, {"turns": None}, {"names": 3}, {"memories": ["a"]}])
 def test_a_malformed_demonstration_is_named(tmp_path: Path, change: dict[str, Any]) -> None:
     write_demonstrations(tmp_path / "d.jsonl", [EPISODE])
