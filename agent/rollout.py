@@ -254,12 +254,8 @@ async def _complete(
         done = replace(more, ids=(*ids, *more.ids), logprobs=(*before, *more.logprobs)) if done else more
         text = _text(prompts, done, sampling.stop)
         parsed = parse_turn(text)
-        if (
-            more.finish != "stop"
-            or not more.ids
-            or parsed.closed
-            or not _at_stop(prompts, done, sampling.stop)
-        ):
+        ended = more.finish != "stop" or not more.ids or parsed.closed
+        if ended or not _at_stop(prompts, done, sampling.stop):
             return done, text, parsed
         if len(done.ids) >= sampling.max_new_tokens:
             return replace(done, finish="length"), text, parsed

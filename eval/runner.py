@@ -71,9 +71,8 @@ class Progress:
 class Evaluation:
     """Records of all samples, in the order of tasks and sample indices."""
 
-    samples: tuple[Sample, ...] = field(
-        repr=False
-    )  # asyncio prints the result of what it ran when it tidies up
+    # Not printed: asyncio prints the result of what it ran when it tidies up.
+    samples: tuple[Sample, ...] = field(repr=False)
     scorer: str | None = None
     seed: int = 0
     seconds: tuple[float, ...] = field(default=(), compare=False, repr=False)

@@ -11,9 +11,11 @@ A kill leaves whole rows and at most half a line, which is cut off when the run 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +33,7 @@ from eval.summary import summarise
 
 RUN, SAMPLES, SUMMARY, LATENCY = "run.json", "samples.jsonl", "summary.json", "latency.jsonl"
 LOCK = ".lock"
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 SYNC_SECONDS = 2.0
 """Rows are handed to the system at once, and to the disk at least this often."""
 
@@ -91,21 +94,25 @@ class Run:
 def only_writer(folder: Path) -> Iterator[None]:
     """Keep other processes from writing into a folder meanwhile; the lock ends with the process, however it ends.
 
-    On a file system that knows no locks nothing is kept from anybody.
+    A file system that knows no locks keeps nobody away: then it warns.
 
     Raises:
-        UserError: another process is writing there.
+        UserError: another process is writing there, or nothing can be written there.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=False)
     except Timeout:
         raise UserError(
             f"{folder}: another process is writing there; wait for its end, or take another folder"
         ) from None
-    except (OSError, NotImplementedError):
-        pass
+    except (OSError, NotImplementedError) as error:
+        if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+            raise UserError(f"{folder} cannot be written: {error.strerror or error}") from None
+        warnings.warn(
+            f"{folder}: no locks on its file system; see that nobody else writes there", stacklevel=3
+        )
     try:
         yield
     finally:

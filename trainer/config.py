@@ -95,8 +95,7 @@ class ColdStartConfig(Section):
     """`shipped`: the model that comes with the package; `train`: make it now; `none`: start from `model.path`;
     `imitate`: let `model.path` imitate the teacher first."""
     teacher: str = "expert"
-    """With `imitate`: `expert`, `random`, `recorded:RUN` (an evaluation run), a `.jsonl` of demonstrations, or the
-    address of an OpenAI-compatible endpoint (`http://host:port/v1`)."""
+    """`expert`, `random`, `recorded:RUN` (an evaluation), a `.jsonl` of demonstrations, or an endpoint (`http://…/v1`)."""
     teacher_model: str = ""
     """The model's name at the endpoint."""
     teacher_temperature: float = Field(default=1.0, ge=0)
@@ -248,8 +247,8 @@ class RunConfig(Section):
                 )
             if self.learner.old_logprobs == "recomputed" and self.learner.importance_cap is None:
                 raise ValueError(
-                    "rollout.engine is 'vllm', which samples with other weights than the learner's: "
-                    "learner.old_logprobs must be 'engine', or learner.importance_cap be set"
+                    "a 'vllm' server keeps its weights: learner.old_logprobs must be 'engine', "
+                    "or learner.importance_cap be set"
                 )
         check_together(self.algorithm, self.learner)
         return self

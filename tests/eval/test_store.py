@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import multiprocessing
@@ -22,7 +23,7 @@ from eval.benchmarks import Benchmark
 from eval.episode import Sample
 from eval.players import TextPlayer
 from eval.session import Settings, run_session
-from eval.store import RunWriter, finished_run, first_difference, read_run
+from eval.store import RunWriter, finished_run, first_difference, only_writer, read_run
 from eval.subjects import ScriptedSubject
 from tests.eval.conftest import LOOKUP, Remembering
 
@@ -264,6 +265,20 @@ def test_one_process_at_a_time_writes_into_a_folder(tmp_path: Path) -> None:
     child.join()
     evaluate_slowly(folder)
     assert len(read_run(folder).samples["lookup"]) == 300
+
+
+def test_a_folder_that_cannot_be_written_or_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UserError, match="cannot be written: "), only_writer(folder):
+            pass
+
+    def no_locks(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(store.FileLock, "acquire", no_locks)
+    with pytest.warns(UserWarning, match="no locks on its file system"), only_writer(tmp_path / "run"):
+        pass
 
 
 def test_same_session_again_reads_the_run_back(tmp_path: Path) -> None:
